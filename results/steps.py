@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import gc
 import math
+import sys
 import time
 from datetime import datetime, timezone
 from pathlib import Path
@@ -47,7 +48,14 @@ _WARM = 2  # rounds that are not timed: the first compiles
 
 def main() -> int:
     """Time all choices, and return 1 if one is not ok."""
-    asked = _arguments()
+    try:
+        return _measure(_arguments())
+    except AttnbenchError as error:
+        print(f"steps.py: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _measure(asked: argparse.Namespace) -> int:
     until = time.monotonic() + asked.limit
     with join_ranks(asked.device) as ranks, Session(asked.out, ranks, resume=True) as session:
         failed = False
@@ -70,6 +78,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("cells", nargs="+", type=_cell, metavar="CELL", help=said)
     parser.add_argument("--policy", default="autocast")
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--offload", action="store_true")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--context-parallel", type=int, default=1)
     parser.add_argument("--choices", nargs="+", default=["sdpa", "auto", "auto-fp8"])
@@ -93,7 +102,7 @@ def _config(asked: argparse.Namespace, cell: dict[str, Any], choice: str) -> Tra
     config = TrainConfig.make(
         **{name: value for name, value in cell.items() if name != "slices"}, steps=_WARM + asked.rounds,
         attention="auto" if fp8 else choice, fp8=fp8, policy=asked.policy,
-        checkpointing=asked.checkpointing, compile=asked.compile, context_parallel=asked.context_parallel,
+        checkpointing=asked.checkpointing, offload=asked.offload, compile=asked.compile, context_parallel=asked.context_parallel,
         parallel="fsdp2" if asked.context_parallel > 1 else "none",
     )  # fmt: skip
     size = gpt_size(config)

@@ -100,6 +100,7 @@ GradClipOption = Annotated[
     typer.Option("--grad-clip", min=0, help="Norm to which gradients are clipped; 0 for none [default: 1; for sgd 0]"),
 ]
 CheckpointingOption = Annotated[bool, typer.Option("--checkpointing", help="Recompute activations in the backward.")]
+OffloadOption = Annotated[bool, typer.Option("--offload", help="Keep what --checkpointing keeps in the host's memory.")]
 CompileOption = Annotated[bool, typer.Option("--compile", help="Compile the blocks.")]
 ParallelOption = Annotated[
     ParallelName, typer.Option("--parallel", help="How to distribute the run over the processes of torchrun.")
@@ -169,6 +170,7 @@ def train(
     weight_decay: WeightDecayOption = None,
     grad_clip: GradClipOption = None,
     checkpointing: CheckpointingOption = False,
+    offload: OffloadOption = False,
     compile: CompileOption = False,
     parallel: ParallelOption = "none",
     context_parallel: ContextParallelOption = 1,
@@ -217,6 +219,7 @@ def train(
         weight_decay=weight_decay,
         grad_clip=grad_clip,
         checkpointing=checkpointing,
+        offload=offload,
         compile=compile,
         parallel=parallel,
         context_parallel=context_parallel,

@@ -55,7 +55,7 @@ _OTHER_RATE = (3e-4, 500_000)
 # this raises the loss of wide and deep models.  The least are 2 / (1 - beta2) steps (arXiv 1910.04209).
 _LEAST_WARM_UP, _MOST_WARM_UP = 40, 100
 _HF = "hf:"
-_LATER = {"context_parallel": 1, "layers": 0}
+_LATER = {"context_parallel": 1, "layers": 0, "offload": False}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +76,7 @@ class TrainConfig:
     ``data``           ``stdlib``, a text file or folder; ``images`` for vit-huge
     ``context_parallel``  ranks that share each sample of gpt, by attnbench's ring, for ``sdpa`` by torch's;
                        ``parallel`` goes on spreading weights over all ranks
+    ``offload``        keeps in the host's memory what ``checkpointing`` keeps
     ``packing``        ``none``: samples are windows of the text; else they are documents, none longer than ``seqlen``,
                        with ``batch`` · ``seqlen`` tokens together: ``packed`` end to end, or ``padded`` to rows
 
@@ -103,6 +104,7 @@ class TrainConfig:
     weight_decay: float = 0.1
     grad_clip: float = 1.0
     checkpointing: bool = False
+    offload: bool = False
     compile: bool = False
     parallel: Parallel = "none"
     context_parallel: int = 1
@@ -161,7 +163,7 @@ class TrainConfig:
         self._check_numbers()
         for name in ("linears", "policy", "optimiser", "parallel", "block", "packing"):
             _one_of(name, getattr(self, name), get_args(get_type_hints(type(self))[name]))
-        for name in ("fp8", "checkpointing", "compile"):
+        for name in ("fp8", "checkpointing", "offload", "compile"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"{name} must be True or False, not {brief(getattr(self, name))}")
         self._check_model()
@@ -184,6 +186,8 @@ class TrainConfig:
             )
         if self.policy == "fsdp-mixed" and self.parallel != "fsdp2":
             raise InputError("policy=fsdp-mixed is a setting of FSDP: it needs parallel=fsdp2")
+        if self.offload and (not self.checkpointing or self.compile or "te" in (self.block, self.linears[:2])):
+            raise InputError("offload moves what torch's checkpointing keeps: without compile and TransformerEngine")
         if self.context_parallel > 1:
             self._check_shared()
 

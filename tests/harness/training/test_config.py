@@ -27,8 +27,10 @@ SHARED = {"context_parallel": 2, "parallel": "fsdp2", "attention": "auto"}
 @given(CONFIGS)
 def test_a_config_survives_json(config: TrainConfig) -> None:
     assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    assert not {"context_parallel", "layers"} & config.to_dict().keys()  # what older releases began is resumed
-    shared = TrainConfig.make(**SHARED, layers=1)
+    assert (
+        not {"context_parallel", "layers", "offload"} & config.to_dict().keys()
+    )  # what older releases began is resumed
+    shared = TrainConfig.make(**SHARED, layers=1, checkpointing=True, offload=True)
     assert TrainConfig.from_dict(shared.to_dict()) == shared
 
 
@@ -67,6 +69,8 @@ def test_the_default_rate_suits_the_size_and_the_tokens_of_a_step(
         ({"data": "images"}, "learns text"),
         ({"model": "vit-huge", "vocab": 512}, "vocabulary"),
         ({"model": "vit-huge", "layers": 2}, "layers are gpt's"),
+        ({"offload": True}, "what torch's checkpointing keeps"),
+        ({"offload": True, "checkpointing": True, "linears": "te-fp8"}, "without compile and TransformerEngine"),
         ({"layers": -1}, "layers must be a whole number from 0"),
         ({"batch": True}, "batch must be a whole number"),
         ({"steps": 200_001}, "steps must be a whole number from 1 to 200000"),  # more than rows can hold
