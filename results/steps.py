@@ -102,7 +102,8 @@ def _config(asked: argparse.Namespace, cell: dict[str, Any], choice: str) -> Tra
     config = TrainConfig.make(
         **{name: value for name, value in cell.items() if name != "slices"}, steps=_WARM + asked.rounds,
         attention="auto" if fp8 else choice, fp8=fp8, policy=asked.policy,
-        checkpointing=asked.checkpointing, offload=asked.offload, compile=asked.compile, context_parallel=asked.context_parallel,
+        checkpointing=asked.checkpointing, offload=asked.offload, compile=asked.compile,
+        context_parallel=asked.context_parallel,
         parallel="fsdp2" if asked.context_parallel > 1 else "none",
     )  # fmt: skip
     size = gpt_size(config)
