@@ -16,6 +16,7 @@ from pathlib import Path
 from random import Random
 
 import figures_lengths
+import figures_training as training
 from figures_coverage import HEADERS, coverage_rows
 from figures_models import model_tables
 
@@ -26,10 +27,7 @@ from attnbench.guarding.check import pick_groups, pick_rows
 from attnbench.harness.cases.inputs import FAMILIES
 from attnbench.harness.cases.presets import PRESETS
 from attnbench.harness.results.records import Measurement, read_measurements
-from attnbench.harness.training.judge.arms import Arm, arms_of, compare_arms, scaling_efficiency
 from attnbench.harness.training.judge.learning import RULES
-from attnbench.harness.training.report.summary import offers_of
-from attnbench.harness.training.rows import ROWS, read_runs
 from attnbench.kernels.plan import Plan, backend_of
 from attnbench.kernels.registry import Registry, registry
 from attnbench.problem.spec import AttentionSpec, Direction
@@ -244,79 +242,6 @@ def guard_rows() -> str:
     )
 
 
-def throughput() -> str:
-    """Tokens per second and attention's share of a step of GPT, by length, linears and attention."""
-    found = {
-        (arm.first.settings["seqlen"], arm.first.settings["linears"], _attention(arm)): arm
-        for arm in arms("throughput")
-    }
-    lines = []
-    for seqlen, linears in sorted({place[:2] for place in found}):
-        own = [found[seqlen, linears, name] for name in ("sdpa", "auto", "auto, FP8")]
-        cells = [f"{each.units_per_second:,.0f}, {each.attention_share:.0%}" for each in own]
-        ran = {plan for run in own[2].runs for plan in run.plans}
-        lines.append([f"{seqlen:,}", linears, *cells, ", ".join(f"`{plan}`" for plan in sorted(ran))])
-    return _table(
-        ["tokens per sample", "linears", "torch's SDPA", "`auto`", "`auto --fp8`", "plan with `--fp8`"], lines
-    )
-
-
-def vit() -> str:
-    """The article's experiment: images per second, and images per price, compared with the plain model."""
-    every = arms("vit")
-    (plain,) = (arm for arm in every if arm.baseline)
-    value = {offer.label: f"{offer.units_per_price:,.0f}" for offer in offers_of(every)}
-    lines = []
-    for arm in every:
-        said, share = arm.first.settings, arm.attention_share
-        assert None not in (arm.units_per_second, plain.units_per_second, arm.memory_bytes), "it trained"
-        more = "" if arm is plain else f"{arm.units_per_second / plain.units_per_second - 1:+.0%}"
-        cells = [f"{arm.units_per_second:,.0f}", f"{arm.median_ms:.0f}", f"{arm.memory_bytes / 2**30:.1f} GiB"]
-        named = "its own" if said["block"] == "te" else _attention(arm)
-        told = "" if share is None else f"{share:.0%}"
-        lines.append([said["block"], said["linears"], named, *cells, told, value[arm.label], more])
-    heads = ["block", "linears", "attention", "images/s", "step, ms", "memory", "attention's share"]
-    heads += ["images for a price of 1", "compared with plain"]
-    return _table(heads, lines)
-
-
-def ranks() -> str:
-    """Two GPUs beside one."""
-    every = arms("ranks")
-    lines = []
-    for arm in every:
-        efficiency = scaling_efficiency(arm, every)
-        assert None not in (arm.units_per_second, arm.memory_bytes), "it trained"
-        cells = [f"{arm.units_per_second:,.0f}", f"{arm.memory_bytes / 2**30:.1f} GiB"]
-        scaling = "" if efficiency is None else f"{efficiency:.1%}"
-        lines.append([str(arm.first.world), arm.first.settings["parallel"], _attention(arm), *cells, scaling])
-    return _table(["GPUs", "parallel", "attention", "tokens/s", "memory per GPU", "scaling efficiency"], lines)
-
-
-def learning() -> str:
-    """Loss curves of FP8 attention against bf16, with the verdicts."""
-    lines = []
-    for arm, baseline, said in compare_arms(arms("learning/te", "learning/triton")):
-        assert None not in (said.gap, said.low, said.high), "they ended"
-        spread = f" ({said.low:+.2%} to {said.high:+.2%})"
-        lines.append(
-            [f"`{_attention(arm)}`", str(len(arm.runs)), f"{baseline.end:.4f}", f"{arm.end:.4f}",
-             f"{said.gap:+.2%}{spread}", said.verdict]
-        )  # fmt: skip
-    return _table(["attention", "seeds", "loss, bf16", "loss", "gap", "verdict"], lines)
-
-
-@cache
-def arms(*folders: str) -> tuple[Arm, ...]:
-    """Of committed trainings."""
-    return tuple(arms_of([run for folder in folders for run in read_runs(RESULTS / folder / ROWS)]))
-
-
-def _attention(arm: Arm) -> str:
-    said = arm.first.settings
-    return f"{said['attention']}, FP8" if said["fp8"] else str(said["attention"])
-
-
 def learning_rules() -> str:
     """The verdicts of ``attnbench train`` in the order in which they are asked."""
     return "\n".join(f"{place}. **{verdict}**: {rule}." for place, (verdict, rule) in enumerate(RULES, 1))
@@ -356,16 +281,18 @@ FIGURES: dict[str, Callable[[], str]] = {
     "forward-errors": forward_errors,
     "guard-rows": guard_rows,
     "ladder": ladder,
-    "learning": learning,
+    "learning": lambda: _table(*training.learning("learning/te", "learning/triton")),
     "learning-rules": learning_rules,
     "models": models,
     "lengths": lengths,
     "presets": presets,
-    "ranks": ranks,
-    "throughput": throughput,
+    "ranks": lambda: _table(*training.ranks()),
+    "seeds": lambda: _table(*training.seeds()),
+    "steps": lambda: _table(*training.steps()),
     "training-errors": training_errors,
-    "vit": vit,
+    "vit": lambda: _table(*training.vit()),
     "what-fp8-saves": what_fp8_saves,
+    "where-it-pays": training.where_it_pays,
 }
 
 

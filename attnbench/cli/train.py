@@ -68,6 +68,9 @@ BatchOption = Annotated[int, typer.Option("--batch", min=1, help="Samples per st
 VocabOption = Annotated[
     int, typer.Option("--vocab", min=0, help="Rows of gpt's embedding; 0 for the number that bytes need.")
 ]
+LayersOption = Annotated[
+    int, typer.Option("--layers", min=0, help="Blocks of gpt, fewer to make a step short; 0 for the size's own.")
+]
 LinearsOption = Annotated[LinearsName, typer.Option("--linears", help="Precision of the linear layers.")]
 CompareLinearsOption = Annotated[
     LinearsName | None,
@@ -78,11 +81,15 @@ PolicyOption = Annotated[PolicyName, typer.Option("--policy", help="Types in whi
 OptimiserOption = Annotated[
     OptimiserName | None, typer.Option("--optimiser", help="Optimiser [default: adamw; for vit-huge sgd]")
 ]
-LrOption = Annotated[float | None, typer.Option("--lr", help="Highest learning rate [default: depends on size]")]
+LrOption = Annotated[
+    float | None, typer.Option("--lr", help="Highest learning rate [default: depends on size and tokens of a step]")
+]
 WarmupOption = Annotated[
     int | None,
     typer.Option(
-        "--warmup", min=0, help="Steps until the highest learning rate [default: a tenth of --steps, at most 100]"
+        "--warmup",
+        min=0,
+        help="Steps until the highest learning rate [default: a tenth of --steps, 40 to 100; for sgd 0]",
     ),
 ]
 WeightDecayOption = Annotated[
@@ -93,6 +100,7 @@ GradClipOption = Annotated[
     typer.Option("--grad-clip", min=0, help="Norm to which gradients are clipped; 0 for none [default: 1; for sgd 0]"),
 ]
 CheckpointingOption = Annotated[bool, typer.Option("--checkpointing", help="Recompute activations in the backward.")]
+OffloadOption = Annotated[bool, typer.Option("--offload", help="Keep what --checkpointing keeps in the host's memory.")]
 CompileOption = Annotated[bool, typer.Option("--compile", help="Compile the blocks.")]
 ParallelOption = Annotated[
     ParallelName, typer.Option("--parallel", help="How to distribute the run over the processes of torchrun.")
@@ -151,6 +159,7 @@ def train(
     seqlen: SeqlenOption = None,
     batch: BatchOption = 8,
     vocab: VocabOption = 0,
+    layers: LayersOption = 0,
     linears: LinearsOption = "bf16",
     compare_linears: CompareLinearsOption = None,
     block: BlockOption = "plain",
@@ -161,6 +170,7 @@ def train(
     weight_decay: WeightDecayOption = None,
     grad_clip: GradClipOption = None,
     checkpointing: CheckpointingOption = False,
+    offload: OffloadOption = False,
     compile: CompileOption = False,
     parallel: ParallelOption = "none",
     context_parallel: ContextParallelOption = 1,
@@ -199,6 +209,7 @@ def train(
         data=data,
         seed=seed,
         vocab=vocab,
+        layers=layers,
         attention=attention if attention is not None else "own" if block == "te" else "auto",
         max_error=max_error,
         fp8=fp8,
@@ -208,6 +219,7 @@ def train(
         weight_decay=weight_decay,
         grad_clip=grad_clip,
         checkpointing=checkpointing,
+        offload=offload,
         compile=compile,
         parallel=parallel,
         context_parallel=context_parallel,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args, get_type_hints
@@ -38,9 +39,23 @@ LARGEST_SEED = 2**63 - 1
 _LARGEST = 2**31 - 1
 _SIZES = {"gpt": ("tiny", "small", "medium", "1b", "3b", "8b"), "vit-huge": ("huge", "tiny")}
 _IMAGE_TOKENS = {"huge": 197, "tiny": 17}
-# AdamW's learning rates by size, after the GPT-3 paper (arXiv 2005.14165, table 2.1); tiny is for 30 steps.
-_RATES = {"tiny": 3e-3, "small": 6e-4, "medium": 3e-4, "1b": 2e-4, "3b": 1.6e-4, "8b": 1.2e-4}
+# AdamW's learning rates and the tokens of a step that they are for, by size, after the GPT-3 paper (arXiv 2005.14165,
+# table 2.1).  Steps of fewer tokens take the rate times the root of their ratio (arXiv 2205.10287, the scaling rule of
+# adaptive gradients).  tiny is for 30 steps of any, without a long warm-up.
+_RATES = {
+    "tiny": (3e-3, 1),
+    "small": (6e-4, 500_000),
+    "medium": (3e-4, 500_000),
+    "1b": (2e-4, 1_000_000),
+    "3b": (1.6e-4, 1_000_000),
+    "8b": (1.2e-4, 2_000_000),
+}
+_OTHER_RATE = (3e-4, 500_000)
+# Steps until the highest rate.  Adam's first updates move every entry of a matrix by the whole rate, most of them alike
+# this raises the loss of wide and deep models.  The least are 2 / (1 - beta2) steps (arXiv 1910.04209).
+_LEAST_WARM_UP, _MOST_WARM_UP = 40, 100
 _HF = "hf:"
+_LATER = {"context_parallel": 1, "layers": 0, "offload": False}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +64,7 @@ class TrainConfig:
 
     ``model``          ``gpt``, ``vit-huge``, or ``hf:`` and a transformers config (folder, file or name)
     ``size``           gpt: tiny, small, medium, 1b, 3b, 8b; vit-huge: huge, tiny; hf: ``config``
-    ``vocab``          rows of gpt's embedding and head; 0 for the size's own
+    ``vocab``, ``layers``  rows of gpt's embedding and head, and its blocks; 0 for the size's own
     ``seqlen``         tokens per sample; for vit-huge the tokens of its images (197, tiny 17)
     ``batch``          samples per step and rank
     ``attention``      ``sdpa`` (torch's default), ``auto``, a backend, kernel or plan as in ``attention(backend=...)``;
@@ -61,6 +76,7 @@ class TrainConfig:
     ``data``           ``stdlib``, a text file or folder; ``images`` for vit-huge
     ``context_parallel``  ranks that share each sample of gpt, by attnbench's ring, for ``sdpa`` by torch's;
                        ``parallel`` goes on spreading weights over all ranks
+    ``offload``        keeps in the host's memory what ``checkpointing`` keeps
     ``packing``        ``none``: samples are windows of the text; else they are documents, none longer than ``seqlen``,
                        with ``batch`` · ``seqlen`` tokens together: ``packed`` end to end, or ``padded`` to rows
 
@@ -78,6 +94,7 @@ class TrainConfig:
     data: str
     seed: int = 0
     vocab: int = 0
+    layers: int = 0
     attention: str = SDPA
     max_error: float | None = None
     fp8: bool = False
@@ -87,6 +104,7 @@ class TrainConfig:
     weight_decay: float = 0.1
     grad_clip: float = 1.0
     checkpointing: bool = False
+    offload: bool = False
     compile: bool = False
     parallel: Parallel = "none"
     context_parallel: int = 1
@@ -111,7 +129,9 @@ class TrainConfig:
     ) -> TrainConfig:
         """A config with the model's usual size, length, data and optimiser.
 
-        For vit-huge they are its article's: SGD at a constant rate, without decay and clipping.
+        For vit-huge they are its article's: SGD at a constant rate, without decay and clipping.  AdamW's rate is that
+        of the size, for as few tokens as a step has on a rank, and is reached after a tenth of the steps, at most 100
+        and, for all but the tiny models, at least 40.
         """
         images = model == "vit-huge"
         size = size or {"gpt": "tiny", "vit-huge": "huge"}.get(model, "config")
@@ -120,9 +140,10 @@ class TrainConfig:
         optimiser = optimiser or ("sgd" if images else "adamw")
         plain = optimiser == "sgd"
         if lr is None:
-            lr = 1e-3 if plain else _RATES.get(size, 3e-4)
+            lr = 1e-3 if plain else _rate(size, batch, seqlen)
         if warmup is None:
-            warmup = min(100, steps // 10) if isinstance(steps, int) and not plain else 0
+            least = 0 if size == "tiny" else _LEAST_WARM_UP
+            warmup = min(max(steps // 10, least), _MOST_WARM_UP) if isinstance(steps, int) and not plain else 0
         return cls(
             model=model,
             size=size,
@@ -142,7 +163,7 @@ class TrainConfig:
         self._check_numbers()
         for name in ("linears", "policy", "optimiser", "parallel", "block", "packing"):
             _one_of(name, getattr(self, name), get_args(get_type_hints(type(self))[name]))
-        for name in ("fp8", "checkpointing", "compile"):
+        for name in ("fp8", "checkpointing", "offload", "compile"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"{name} must be True or False, not {brief(getattr(self, name))}")
         self._check_model()
@@ -165,6 +186,8 @@ class TrainConfig:
             )
         if self.policy == "fsdp-mixed" and self.parallel != "fsdp2":
             raise InputError("policy=fsdp-mixed is a setting of FSDP: it needs parallel=fsdp2")
+        if self.offload and (not self.checkpointing or self.compile or "te" in (self.block, self.linears[:2])):
+            raise InputError("offload moves what torch's checkpointing keeps: without compile and TransformerEngine")
         if self.context_parallel > 1:
             self._check_shared()
 
@@ -180,8 +203,10 @@ class TrainConfig:
             raise InputError(f"{ranks} ranks share samples of a multiple of {2 * ranks} tokens, not {self.seqlen}")
 
     def _check_numbers(self) -> None:
-        for name, least in (("seqlen", 1), ("batch", 1), ("warmup", 0), ("vocab", 0), ("context_parallel", 1)):
-            _whole(name, getattr(self, name), least, _LARGEST)
+        for name in ("seqlen", "batch", "context_parallel"):
+            _whole(name, getattr(self, name), 1, _LARGEST)
+        for name in ("warmup", "vocab", "layers"):
+            _whole(name, getattr(self, name), 0, _LARGEST)
         _whole("steps", self.steps, 1, MOST_STEPS)
         _whole("seed", self.seed, 0, LARGEST_SEED)
         for name in ("lr", "weight_decay", "grad_clip"):
@@ -214,8 +239,8 @@ class TrainConfig:
                 raise InputError(f"packing={self.packing} is of texts, and vit-huge learns images of one size")
         elif self.data == "images":
             raise InputError(f"{self.model} learns text: data must be stdlib, a text file or a folder")
-        if self.vocab and self.model != "gpt":
-            raise InputError(f"the vocabulary of {self.model} is its own; vocab is gpt's")
+        if (self.vocab or self.layers) and self.model != "gpt":
+            raise InputError(f"vocabulary and layers of {self.model} are its own; vocab and layers are gpt's")
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> TrainConfig:
@@ -230,11 +255,9 @@ class TrainConfig:
             raise InputError(f"not a training config: {error}") from None
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field, in plain JSON types; without ``context_parallel`` where nothing is shared."""
+        """Every field, in plain JSON types; without the default of fields that older rows lack."""
         found = asdict(self)
-        if self.context_parallel == 1:
-            del found["context_parallel"]
-        return found
+        return {name: value for name, value in found.items() if _LATER.get(name) != value or name not in _LATER}
 
     def replace(self, **changes: Any) -> TrainConfig:
         """The config with some fields changed."""
@@ -249,6 +272,14 @@ class TrainConfig:
     def learns_text(self) -> bool:
         """Whether samples are tokens, not images."""
         return self.model != "vit-huge"
+
+
+def _rate(size: str, batch: int, seqlen: int) -> float:
+    """AdamW's rate for the size and steps of so many tokens; what is no number is refused later."""
+    rate, tokens = _RATES.get(size, _OTHER_RATE)
+    if not all(isinstance(each, int) and each > 0 for each in (batch, seqlen)):
+        return rate
+    return rate * min(1.0, math.sqrt(batch * seqlen / tokens))
 
 
 def _whole(name: str, value: object, least: int, most: int) -> None:

@@ -32,6 +32,18 @@ def test_attention_is_found_among_the_kernels(tmp_path: Path, settings: dict) ->
     assert [sign.step for sign in row.signs] == [0, 12, 23]
 
 
+def test_offloaded_inputs_leave_the_device_and_learn_the_same(tmp_path: Path) -> None:
+    settings = {"seqlen": 8192, "layers": 8, "attention": "sdpa-flash", "checkpointing": True}
+    rows = {}
+    for offload in (False, True):
+        config = TrainConfig.make(size="tiny", batch=4, steps=4, offload=offload, **settings)
+        with Session(tmp_path / str(offload), Ranks(torch.device("cuda", 0))) as session:
+            (rows[offload],) = session.run(plan_runs(config, None, 1), build, lambda row: None)
+    assert rows[True].loss == pytest.approx(rows[False].loss, rel=1e-3)
+    inputs = 8 * 4 * 8192 * 128 * 4  # of the blocks, fp32 under autocast
+    assert rows[False].memory_bytes - rows[True].memory_bytes > inputs / 2
+
+
 def test_longer_sequences_spend_more_of_a_step_in_attention(tmp_path: Path) -> None:
     shares = []
     for seqlen in (512, 4096):

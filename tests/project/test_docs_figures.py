@@ -41,7 +41,7 @@ ELSEWHERE = {
     "measuring.md": ["95 % interval"],
     "sweep.md": ["shown from 2 % on", "above 100 % the row is an error"],
     "end-to-end.md": [
-        "95 % interval is within 4 %",
+        "their 95 % intervals",
         "cannot tell 0.25 %",
         "buys 32 % more, and FP8 another 20 %",
     ],

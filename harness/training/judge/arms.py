@@ -23,6 +23,7 @@ _HOW = (
     "block",
     "policy",
     "checkpointing",
+    "offload",
     "compile",
     "optimiser",
     "parallel",

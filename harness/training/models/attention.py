@@ -63,6 +63,9 @@ class Attend:
             return out.transpose(0, 1)[None]
         self.check(window=window, softcap=softcap, starts=starts)
         grouped = q.shape[1] != k.shape[1]
+        if grouped and self._ranks > 1:  # torch's ring has no grouped heads
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+            grouped = False
         return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped)
 
     def plans(

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from .linears import transformer_engine
@@ -14,8 +15,8 @@ from .linears import transformer_engine
 __all__ = ["checkpoint_blocks", "compile_blocks"]
 
 
-def checkpoint_blocks(blocks: Sequence[nn.Module], te: bool) -> None:
-    """Keep only each block's inputs for the backward, which computes the rest again.
+def checkpoint_blocks(blocks: Sequence[nn.Module], te: bool, offload: bool = False) -> None:
+    """Keep only each block's inputs for the backward, with ``offload`` on the host, and compute the rest again.
 
     ``te`` uses TransformerEngine's own function: its scales depend on the forwards that they see, and must not see one
     twice.
@@ -24,10 +25,10 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], te: bool) -> None:
     if te:
         how = partial(transformer_engine().checkpoint, use_reentrant=False)
     for block in blocks:
-        block.forward = _recomputing(how, block.forward)
+        block.forward = _recomputing(how, block.forward, offload)
 
 
-def _recomputing(how: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+def _recomputing(how: Callable[..., Any], forward: Callable[..., Any], offload: bool) -> Callable[..., Any]:
     # Functions of this file: torch.compile skips one of torch's own, and the whole block with it, without a word, and
     # TransformerEngine writes attributes to what it checkpoints, which a bound method has no room for.
     def run(*args: Any, **named: Any) -> Any:
@@ -36,7 +37,11 @@ def _recomputing(how: Callable[..., Any], forward: Callable[..., Any]) -> Callab
     def recomputed(*args: Any, **named: Any) -> Any:
         return how(run, *args, **named)
 
-    return recomputed
+    def offloaded(x: Tensor, *args: Any, **named: Any) -> Any:
+        with save_on_cpu(pin_memory=x.is_cuda):  # sees the inputs alone: inside, checkpointing's own hooks come first
+            return how(run, x, *args, **named)
+
+    return offloaded if offload else recomputed
 
 
 def compile_blocks(blocks: Sequence[nn.Module], backend: str = "inductor") -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -63,11 +63,9 @@ SIZES = {
 def gpt_size(config: TrainConfig) -> GptSize:
     """The size of a config.  Raises InputError on a vocabulary that is too small for bytes."""
     size = SIZES[config.size]
-    if not config.vocab:
-        return size
-    if config.vocab < BYTE_TOKENS:
+    if 0 < config.vocab < BYTE_TOKENS:
         raise InputError(f"text is learnt in bytes, which need a vocabulary of {BYTE_TOKENS}, not {config.vocab}")
-    return GptSize(**{**vars(size), "vocab": config.vocab})
+    return replace(size, vocab=config.vocab or size.vocab, layers=config.layers or size.layers)
 
 
 class Gpt(nn.Module):

@@ -25,8 +25,8 @@ class _Shape(NamedTuple):
     is_causal: bool
 
 
-def check_beforehand(config: TrainConfig, device: torch.device) -> None:
-    """Raise what building the model or its first attention would, without memory or time.
+def check_beforehand(config: TrainConfig, device: torch.device) -> list[str]:
+    """The plans of its attention; raises what building the model or its first attention would, without memory or time.
 
     The attention of a transformers config is only known once it is built, and is not checked here.  Raises InputError
     on shared samples, linears or a block that the device or a missing package cannot serve, and what
@@ -38,20 +38,19 @@ def check_beforehand(config: TrainConfig, device: torch.device) -> None:
         raise InputError("torch's context parallelism runs on GPUs alone; compare with bf16")
     if config.block == "te":
         te_block(device)
-        return
+        return []
     shape = _shape(config)
     if shape is None:
-        return
+        return []
     dtype = torch.float32 if config.policy == "fp32" else torch.bfloat16
     one = torch.empty(1, 1, 1, 1, dtype=dtype, device=device, requires_grad=True)
     heads = shape.heads, shape.kv_heads, shape.kv_heads
     if config.packing == "packed":
         q, k, v = (one.expand(1, each, config.batch * config.seqlen, shape.head_dim) for each in heads)
         starts = torch.arange(0, q.shape[2] + 1, config.seqlen, dtype=torch.int32, device=device)
-        Attend(config).plans(q, k, v, shape.is_causal, starts)
-        return
+        return Attend(config).plans(q, k, v, shape.is_causal, starts)
     q, k, v = (one.expand(config.batch, each, config.places, shape.head_dim) for each in heads)
-    Attend(config).plans(q, k, v, shape.is_causal)
+    return Attend(config).plans(q, k, v, shape.is_causal)
 
 
 def _shape(config: TrainConfig) -> _Shape | None:

@@ -18,7 +18,7 @@ from .attention_share import share_of_attention
 from .checkpoint import load, newest, save, state_of
 from .history import History
 from .optimisers import learning_rate, make_optimiser, set_rate
-from .parallel import Ranks, spread
+from .parallel import Ranks, shared_attention, spread
 from .step_clock import StepClock
 from .trainable import Trainable
 from .warning_signs import signs_of
@@ -64,7 +64,7 @@ def train(
     run = _Run(trainable, ranks, options, on_step)
     if resume:
         run.restore()
-    with run.sharing:
+    with shared_attention(run.config, run.mesh):
         return run.go()
 
 
@@ -72,7 +72,7 @@ class _Run:
     def __init__(
         self, trainable: Trainable, ranks: Ranks, options: LoopOptions, on_step: Callable[[History], None]
     ) -> None:
-        self.sharing = spread(trainable, ranks)
+        self.mesh = spread(trainable, ranks)
         self.trainable, self.ranks, self.options, self.on_step = trainable, ranks, options, on_step
         self.config, self.device = trainable.config, ranks.device
         self.optimiser = make_optimiser(self.config, trainable.module)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
 from attnbench.errors import MisuseError
@@ -26,7 +27,7 @@ from .policy import sharding_policy
 if TYPE_CHECKING:
     from .trainable import Trainable
 
-__all__ = ["Ranks", "join_ranks", "spread"]
+__all__ = ["Ranks", "join_ranks", "shared_attention", "spread"]
 
 _PATIENCE = timedelta(minutes=30)  # for compiling and the first step of a large model on one rank while the others wait
 
@@ -102,18 +103,18 @@ def _current(device: torch.device) -> torch.device:
     return device
 
 
-def spread(trainable: Trainable, ranks: Ranks) -> AbstractContextManager[Any]:
+def spread(trainable: Trainable, ranks: Ranks) -> DeviceMesh | None:
     """Spread the model as its configuration says: DDP, or FSDP2 with every block as a shard group.
 
-    Returns the context of its passes, in which attention is that of samples that consecutive ranks share.  Gradients
-    are the mean over all ranks, which have as many tokens each.  Raises MisuseError if the number of ranks and the
-    configuration do not agree.
+    Returns the consecutive ranks that share samples with this one, None if it has its own.  Gradients are the mean over
+    all ranks, which have as many tokens each.  Raises MisuseError if the number of ranks and the configuration do not
+    agree.
     """
     kind, sharing = trainable.config.parallel, trainable.config.context_parallel
     if kind == "none":
         if ranks.world > 1:
             raise MisuseError(f"{ranks.world} processes were started; say --parallel ddp or fsdp2")
-        return nullcontext()
+        return None
     if not dist.is_initialized():
         raise MisuseError(
             f"--parallel {kind} is started by torchrun: torchrun --nproc-per-node N -m attnbench train ..."
@@ -130,17 +131,29 @@ def spread(trainable: Trainable, ranks: Ranks) -> AbstractContextManager[Any]:
         for each in (*trainable.blocks, trainable.module):
             fully_shard(each, mesh=mesh, mp_policy=policy)
     if sharing == 1:
-        return nullcontext()
+        return None
     grid = init_device_mesh(ranks.device.type, (ranks.world // sharing, sharing), mesh_dim_names=("sample", "context"))
-    return _sharing(trainable.config, grid["context"])
+    return grid["context"]
 
 
-def _sharing(config: TrainConfig, mesh: DeviceMesh) -> AbstractContextManager[Any]:
-    """The context in which the config's attention is that of samples that the ranks of the mesh share."""
+def shared_attention(config: TrainConfig, mesh: DeviceMesh | None) -> AbstractContextManager[Any]:
+    """The context of passes in which the config's attention is that of samples that the ranks of the mesh share."""
+    if mesh is None:
+        return nullcontext()
     if config.attention != SDPA:
         return context_parallel(mesh)
+    return _torchs_ring(mesh)
+
+
+@contextmanager
+def _torchs_ring(mesh: DeviceMesh) -> Iterator[None]:
+    """torch's own context parallelism, with kernels in the order in which torchtitan asks for them."""
     from torch.distributed.tensor.experimental import context_parallel as torchs
 
     unused = torch.zeros(2 * mesh.size(), device=mesh.device_type)  # it wants something to shard
-    made: AbstractContextManager[Any] = torchs(mesh, buffers=[unused], buffer_seq_dims=[0], no_restore_buffers={unused})
-    return made
+    kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+    with (
+        sdpa_kernel(kernels, set_priority=True),
+        torchs(mesh, buffers=[unused], buffer_seq_dims=[0], no_restore_buffers={unused}),
+    ):
+        yield

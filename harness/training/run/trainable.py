@@ -107,7 +107,8 @@ def build(config: TrainConfig, device: torch.device | str, *, attend: Attending 
         tokens = config.places if config.packing == "padded" else config.batch * config.places
         convert_linears(made.blocks, config.linears, tokens)
     if config.checkpointing:
-        checkpoint_blocks(made.blocks, te=config.linears == "te-fp8" or config.block == "te")
+        te = config.linears == "te-fp8" or config.block == "te"
+        checkpoint_blocks(made.blocks, te=te, offload=config.offload)
     if config.compile:
         compile_blocks(made.blocks)
     return made

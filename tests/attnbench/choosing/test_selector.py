@@ -4,7 +4,7 @@ import math
 
 import pytest
 from choices import entry, pick, spec, table, verdicts
-from fakes import FakeForward, fake_backend, fake_registry
+from fakes import FakeBackward, FakeForward, fake_backend, fake_registry
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -27,8 +27,10 @@ SHARED = {"context_parallel": 2, "parallel": "fsdp2", "attention": "auto"}
 @given(CONFIGS)
 def test_a_config_survives_json(config: TrainConfig) -> None:
     assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    assert "context_parallel" not in config.to_dict()  # so that what older releases began is resumed
-    shared = TrainConfig.make(**SHARED)
+    assert (
+        not {"context_parallel", "layers", "offload"} & config.to_dict().keys()
+    )  # what older releases began is resumed
+    shared = TrainConfig.make(**SHARED, layers=1, checkpointing=True, offload=True)
     assert TrainConfig.from_dict(shared.to_dict()) == shared
 
 
@@ -41,6 +43,22 @@ def test_vit_huge_is_trained_as_its_article_does() -> None:
 
 
 @pytest.mark.parametrize(
+    ("size", "seqlen", "batch", "steps", "lr", "warmup"),
+    [
+        ("3b", 10_000, 1, 5, 1.6e-5, 40),  # a hundredth of the published tokens: a tenth of the rate
+        ("3b", 10_000, 400, 300, 1.6e-4, 40),
+        ("8b", 20_000, 1, 5000, 1.2e-5, 100),
+        ("tiny", 16, 1, 30, 3e-3, 3),
+    ],
+)
+def test_the_default_rate_suits_the_size_and_the_tokens_of_a_step(
+    size: str, seqlen: int, batch: int, steps: int, lr: float, warmup: int
+) -> None:
+    config = TrainConfig.make(size=size, seqlen=seqlen, batch=batch, steps=steps)
+    assert (config.lr, config.warmup) == (pytest.approx(lr), warmup)
+
+
+@pytest.mark.parametrize(
     ("wrong", "said"),
     [
         ({"model": "bert"}, "model is one of gpt, vit-huge"),
@@ -50,6 +68,10 @@ def test_vit_huge_is_trained_as_its_article_does() -> None:
         ({"model": "vit-huge", "data": "stdlib"}, "data of vit-huge is one of images"),
         ({"data": "images"}, "learns text"),
         ({"model": "vit-huge", "vocab": 512}, "vocabulary"),
+        ({"model": "vit-huge", "layers": 2}, "layers are gpt's"),
+        ({"offload": True}, "what torch's checkpointing keeps"),
+        ({"offload": True, "checkpointing": True, "linears": "te-fp8"}, "without compile and TransformerEngine"),
+        ({"layers": -1}, "layers must be a whole number from 0"),
         ({"batch": True}, "batch must be a whole number"),
         ({"steps": 200_001}, "steps must be a whole number from 1 to 200000"),  # more than rows can hold
         ({"data": "d/" * 300}, "data has 600 characters"),

@@ -23,8 +23,6 @@ from attnbench.harness.results.condense import join_sweeps
 from attnbench.harness.results.records import Measurement, read_measurements
 from attnbench.harness.sweep import device_sweep, race
 from attnbench.harness.training.judge.arms import Arm
-from attnbench.harness.training.judge.curves import ending
-from attnbench.harness.training.judge.learning import END
 from attnbench.kernels.registry import registry
 from attnbench.tables import entry as table_entry
 from attnbench.tables import scaling
@@ -137,13 +135,6 @@ def declared(kernel: str) -> float:
     return registry().forward(kernel).declared_error
 
 
-def speed(seqlen: int, attention: str, linears: str = "bf16") -> float:
-    """Tokens a second of GPT."""
-    asked = {"seqlen": seqlen, "attention": attention, "linears": linears, "fp8": False}
-    (arm,) = (arm for arm in figures.arms("throughput") if asked.items() <= arm.first.settings.items())
-    return float(arm.units_per_second)
-
-
 def fresh_on_an_h100(table: str) -> list[float]:
     """Regret of choices by one shipped table alone, in per cent: the geometric means without and with FP8."""
     files = sorted((ROOT / "results/nvidia-h100-80gb-hbm3/fresh").rglob("measurements.jsonl*"))
@@ -169,7 +160,7 @@ def over_ring(slower: str, faster: str) -> list[float]:
 def vit(linears: str) -> Arm:
     """ViT-Huge without TransformerEngine's block."""
     asked = {"block": "plain", "linears": linears}
-    (arm,) = (arm for arm in figures.arms("vit") if asked.items() <= arm.first.settings.items())
+    (arm,) = (arm for arm in figures.training.arms("vit") if asked.items() <= arm.first.settings.items())
     return arm
 
 
@@ -306,16 +297,6 @@ HELD: list[tuple[str, str, Callable[[], Sequence[float]]]] = [
     ),
     (
         "end-to-end.md",
-        r"(\d+) % of a step at 8k and (\d+) % at 32k beside",
-        lambda: [100 * (speed(seqlen, "auto") / speed(seqlen, "sdpa") - 1) for seqlen in (8192, 32768)],
-    ),
-    (
-        "end-to-end.md",
-        r"bring (\d+) to (\d+) % at 32k",
-        lambda: [100 * (speed(32768, name, "te-fp8") / speed(32768, name) - 1) for name in ("auto", "sdpa")],
-    ),
-    (
-        "end-to-end.md",
         r"the device works (\d+) of (\d+) ms, less than the plain model's (\d+),",
         lambda: (vit("te-fp8").attention.busy_ms, vit("te-fp8").median_ms, vit("bf16").attention.busy_ms),
     ),
@@ -323,15 +304,6 @@ HELD: list[tuple[str, str, Callable[[], Sequence[float]]]] = [
         "end-to-end.md",
         r"took ([\d.]+) times as long .* \(([\d.]+) for ([\d.]+) ms a step\)",
         lambda: (in_step(vit("te-fp8")) / in_step(vit("bf16")), in_step(vit("te-fp8")), in_step(vit("bf16"))),
-    ),
-    (
-        "end-to-end.md",
-        r"ended at ([\d.]+) and ([\d.]+), the two kernels' at ([\d.]+) and ([\d.]+)\.",
-        lambda: [
-            ending(run.loss, END)
-            for folder in ("learning-fused", "learning/triton")
-            for run in figures.arms(folder)[0].runs[:2]
-        ],
     ),
     (
         "tables.md",

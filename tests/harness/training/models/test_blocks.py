@@ -37,6 +37,11 @@ def test_checkpointing_gives_the_same_gradients_and_keeps_less(attention: str) -
     for name, gradient in before.items():
         torch.testing.assert_close(after[name], gradient, rtol=1e-5, atol=1e-7)
     assert kept(checkpointed) < 0.6 * kept(plain)
+    offloaded = build(CONFIG.replace(attention=attention, checkpointing=True, offload=True), "cpu")
+    for name, gradient in gradients(offloaded).items():
+        assert torch.equal(gradient, after[name])
+    inputs = len(offloaded.blocks) * CONFIG.batch * CONFIG.seqlen * 128 * 4  # of the blocks, fp32, 128 wide
+    assert kept(checkpointed) - kept(offloaded) >= inputs
 
 
 @pytest.mark.parametrize(("attention", "checkpointing"), [("sdpa", False), ("reference", True)])

@@ -211,6 +211,20 @@ def test_ranks_share_samples_and_know_their_places() -> None:
             assert torch.equal(torch.cat(own, 1)[:, places.argsort()], whole)
 
 
+def test_torchs_ring_is_given_whole_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (torch.randn(1, heads, 16, 8) for heads in (4, 2, 2))
+    config = TrainConfig.make(attention="sdpa", parallel="ddp")
+    grouped, seen = Attend(config)(q, k, v, True), []
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional, "scaled_dot_product_attention", lambda *x, **how: seen.append((x, how)) or sdpa(*x, **how)
+    )
+    whole = Attend(config.replace(context_parallel=2))(q, k, v, True)
+    ((tensors, how),) = seen
+    assert ([x.shape[1] for x in tensors], how["enable_gqa"]) == ([4, 4, 4], False)
+    torch.testing.assert_close(whole, grouped)
+
+
 def test_positions_are_those_of_the_sample() -> None:
     trainable = build(TrainConfig.make(seqlen=16, batch=1, attention="sdpa", policy="fp32"), "cpu")
     tokens, targets = trainable.batch(0)

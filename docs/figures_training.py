@@ -1,0 +1,238 @@
+"""The tables and sentences of docs/end-to-end.md, from the committed rows of trainings (results/GPU/...)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from attnbench.harness.statistics import median_interval
+from attnbench.harness.training.judge.arms import Arm, arms_of, compare_arms, scaling_efficiency
+from attnbench.harness.training.judge.learning import pairs_of
+from attnbench.harness.training.judge.power import chances, seeds_needed
+from attnbench.harness.training.models.gpt import SIZES
+from attnbench.harness.training.report.summary import offers_of
+from attnbench.harness.training.rows import ROWS, TrainingRun, read_runs
+
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]
+RESULTS = Path(__file__).resolve().parent.parent / "results"
+H200 = RESULTS / "nvidia-h200"
+_GAPS = (0.005, 0.0075, 0.01)  # losses that a verdict should find
+
+
+@cache
+def arms(*folders: str) -> tuple[Arm, ...]:
+    """Of committed trainings of the H200."""
+    return tuple(arms_of([run for folder in folders for run in read_runs(H200 / folder / ROWS)]))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The choices that took the steps of one model in turn, by name."""
+
+    runs: dict[str, TrainingRun]
+
+    @property
+    def first(self) -> TrainingRun:
+        """For what all have in common."""
+        return next(iter(self.runs.values()))
+
+    @property
+    def narrow(self) -> list[tuple[str, TrainingRun]]:
+        """The runs of FP8 plans, and whether ``auto --fp8`` chose the plan or it was named."""
+        found = [("chosen", run) for name, run in self.runs.items() if name == "auto, FP8"]
+        return found + [("named", run) for name, run in self.runs.items() if ":" in name]
+
+    @property
+    def best(self) -> TrainingRun | None:
+        """The fastest of them."""
+        timed = [run for _, run in self.narrow if run.median_ms is not None]
+        return min(timed, key=lambda run: run.median_ms or 0.0, default=None)
+
+    def times_as_fast(self, name: str, run: TrainingRun | None) -> tuple[float, float, float] | None:
+        """(low, median, high) of how many times as fast a run is as the named one, step by step of the same rounds."""
+        other = self.runs.get(name)
+        if run is None or other is None or not (run.samples_ms and other.samples_ms):
+            return None
+        return median_interval([theirs / ours for ours, theirs in zip(run.samples_ms, other.samples_ms, strict=False)])
+
+
+def cells(results: Path = RESULTS) -> list[Cell]:
+    """Every cell of ``results/GPU/steps``: by model, length, linears and GPU."""
+    found: dict[tuple[object, ...], dict[str, TrainingRun]] = {}
+    for path in sorted(results.glob(f"*/steps/{ROWS}")):
+        for run in read_runs(path):
+            said = run.settings
+            place = (said["size"], said["seqlen"], said["linears"], run.environment.device_name, run.world)
+            found.setdefault(place, {})[_named(run)] = run
+    return [Cell(found[place]) for place in sorted(found, key=str)]
+
+
+def _named(run: TrainingRun) -> str:
+    return f"{run.settings['attention']}, FP8" if run.settings["fp8"] else str(run.settings["attention"])
+
+
+def steps(results: Path = RESULTS) -> Table:
+    """Milliseconds of a step by choice, attention's share of it, and how many times as fast each FP8 plan is."""
+    heads = [
+        "model",
+        "tokens",
+        "GPU",
+        "linears",
+        "torch",
+        "`auto`",
+        "FP8 plan",
+        "its step",
+        "over `auto`",
+        "over torch",
+    ]
+    lines = []
+    for cell in sorted(cells(results), key=_order):
+        said = cell.first.settings
+        place = [_part(cell.first), f"{said['seqlen']:,}", _gpus(cell.first), str(said["linears"])]
+        place += [_step(cell.runs.get(name)) for name in ("sdpa", "auto")]
+        for how, run in cell.narrow:
+            ratios = [_ratio(cell.times_as_fast(name, run)) for name in ("auto", "sdpa")]
+            lines.append([*place, f"{_plans(run)}, {how}", _step(run), *ratios])
+    return heads, lines
+
+
+def where_it_pays(results: Path = RESULTS) -> str:
+    """For each length, what the fastest FP8 plan gained over ``auto`` in 16 bits and over torch, and how surely."""
+    found: dict[tuple[int, str], list[Cell]] = {}
+    for cell in sorted(cells(results), key=_order):
+        found.setdefault((int(cell.first.settings["seqlen"]), _gpus(cell.first)), []).append(cell)  # type: ignore[arg-type]
+    said = []
+    for (seqlen, gpus), group in found.items():
+        over = {name: [cell.times_as_fast(name, cell.best) for cell in group] for name in ("auto", "sdpa")}
+        known = {name: [each for each in ratios if each is not None] for name, ratios in over.items()}
+        if not known["auto"]:
+            continue
+        surely = sum(low > 1 for low, _, _ in known["auto"])
+        shares = [cell.runs["auto"].attention.share for cell in group if cell.runs["auto"].attention is not None]
+        own = [_attention_ms(cell.runs["auto"]) / _attention_ms(cell.best) for cell in group if cell.best is not None]
+        said.append(
+            f"- **{seqlen:,} tokens, {gpus}**: {_times(known['auto'])} as fast as `auto` in 16 bits, "
+            f"{_times(known['sdpa'])} as fast as torch; surely faster than `auto` in {surely} of {len(known['auto'])} "
+            f"models.  Attention was {_span(shares, '.0%')} of the 16-bit step, and became {_span(own, '.2f')} times "
+            "as fast itself."
+        )
+    return "\n".join(said)
+
+
+def _times(found: Sequence[tuple[float, float, float]]) -> str:
+    return f"{_span([middle for _, middle, _ in found], '.3f')} times"
+
+
+def _attention_ms(run: TrainingRun) -> float:
+    assert run.attention is not None, "its step was profiled"
+    return run.attention.forward_ms + run.attention.backward_ms
+
+
+def _span(values: Sequence[float], form: str) -> str:
+    ends = list(dict.fromkeys(format(each, form) for each in (min(values), max(values))))
+    return " to ".join(ends)
+
+
+def _order(cell: Cell) -> tuple[object, ...]:
+    said = cell.first.settings
+    return said["seqlen"], said["linears"] != "bf16", said["size"], cell.first.environment.device_name
+
+
+def _part(run: TrainingRun) -> str:
+    size, layers = SIZES[str(run.settings["size"])], run.settings.get("layers")
+    return f"{run.settings['size']}, {layers} of {size.layers} layers" if layers else str(run.settings["size"])
+
+
+def _gpus(run: TrainingRun) -> str:
+    name = run.environment.device_name.removeprefix("NVIDIA ").partition(" ")[0]
+    return name if run.world == 1 else f"{run.world} × {name}"
+
+
+def _step(run: TrainingRun | None) -> str:
+    if run is None or run.median_ms is None:
+        return "" if run is None else run.status
+    share = "" if run.attention is None else f", {run.attention.share:.0%}"
+    return f"{run.median_ms:,.0f} ms{share}"
+
+
+def _plans(run: TrainingRun | None) -> str:
+    return "" if run is None else ", ".join(f"`{plan}`" for plan in dict.fromkeys(run.plans))
+
+
+def _ratio(found: tuple[float, float, float] | None) -> str:
+    if found is None:
+        return ""
+    low, middle, high = found
+    return f"{middle:.3f} ({low:.3f} to {high:.3f})" if np.isfinite(high) else f"{middle:.3f}"
+
+
+def vit() -> Table:
+    """The article's experiment: images per second, and images per price, compared with the plain model."""
+    every = arms("vit")
+    (plain,) = (arm for arm in every if arm.baseline)
+    value = {offer.label: f"{offer.units_per_price:,.0f}" for offer in offers_of(every)}
+    lines = []
+    for arm in every:
+        said, share = arm.first.settings, arm.attention_share
+        assert None not in (arm.units_per_second, plain.units_per_second, arm.memory_bytes), "it trained"
+        more = "" if arm is plain else f"{arm.units_per_second / plain.units_per_second - 1:+.0%}"
+        cells = [f"{arm.units_per_second:,.0f}", f"{arm.median_ms:.0f}", f"{arm.memory_bytes / 2**30:.1f} GiB"]
+        named = "its own" if said["block"] == "te" else _named(arm.first)
+        told = "" if share is None else f"{share:.0%}"
+        lines.append([said["block"], said["linears"], named, *cells, told, value[arm.label], more])
+    heads = ["block", "linears", "attention", "images/s", "step, ms", "memory", "attention's share"]
+    heads += ["images for a price of 1", "compared with plain"]
+    return heads, lines
+
+
+def ranks() -> Table:
+    """Two GPUs beside one."""
+    every = arms("ranks")
+    lines = []
+    for arm in every:
+        efficiency = scaling_efficiency(arm, every)
+        assert None not in (arm.units_per_second, arm.memory_bytes), "it trained"
+        cells = [f"{arm.units_per_second:,.0f}", f"{arm.memory_bytes / 2**30:.1f} GiB"]
+        scaling = "" if efficiency is None else f"{efficiency:.1%}"
+        lines.append([str(arm.first.world), arm.first.settings["parallel"], _named(arm.first), *cells, scaling])
+    return ["GPUs", "parallel", "attention", "tokens/s", "memory per GPU", "scaling efficiency"], lines
+
+
+def learning(*folders: str) -> Table:
+    """Loss curves of FP8 attention against bf16, with the verdicts."""
+    lines = []
+    for arm, baseline, said in compare_arms(arms(*folders)):
+        assert None not in (said.gap, said.low, said.high), "they ended"
+        spread = f" ({said.low:+.2%} to {said.high:+.2%})"
+        lines.append(
+            [f"`{_named(arm.first)}`", str(len(arm.runs)), f"{baseline.end:.4f}", f"{arm.end:.4f}",
+             f"{said.gap:+.2%}{spread}", said.verdict]
+        )  # fmt: skip
+    return ["attention", "seeds", "loss, bf16", "loss", "gap", "verdict"], lines
+
+
+def scatter() -> float:
+    """The standard deviation of the gaps between pairs of the first committed trainings, all comparisons together."""
+    squares, freedom = 0.0, 0
+    baselines = [run for run in read_runs(H200 / "learning/te" / ROWS) if run.role == "baseline"]
+    for folder in ("learning/te", "learning/triton"):
+        candidates = [run for run in read_runs(H200 / folder / ROWS) if run.role == "candidate"]
+        gaps = np.array([pair.gap for pair in pairs_of([*baselines, *candidates])])
+        squares, freedom = squares + float(((gaps - gaps.mean()) ** 2).sum()), freedom + len(gaps) - 1
+    return float(np.sqrt(squares / freedom))
+
+
+def seeds() -> Table:
+    """How many seeds a verdict takes, at the scatter of the committed pairs and around it, with 90 %."""
+    middle = scatter()
+    heads = ["scatter of a pair's gap", "3 seeds: chance of a verdict", "*equivalent* if there is no gap"]
+    lines = []
+    for deviation in (middle / 2, middle, 1.3 * middle):
+        chance = 1 - chances(3, deviation)["inconclusive"]
+        needed = [seeds_needed(deviation, gap) for gap in (0.0, *_GAPS)]
+        lines.append([f"{deviation:.2%}", f"{chance:.0%}", *(f"{each} seeds" for each in needed)])
+    return [*heads, *(f"*degraded* if it is {gap:.2%}" for gap in _GAPS)], lines
