@@ -24,11 +24,6 @@ from attnbench.backends.triton.launching import Launch
 pytestmark = pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="the stand-ins are Triton 3.6's")
 
 
-@pytest.fixture(autouse=True)
-def asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(direct.VARIABLE, "1")
-
-
 GRID = 3, 2, 1
 CONSTANTS = 7, 0.5, (3, (True, None)), "head"
 META = {"swizzle": 3, "elem_size": 2, "elem_type": 5, "block_size": [64, 32], "fp4_padded": False}
@@ -212,8 +207,3 @@ def test_an_unknown_release_starts_the_same(release: str, monkeypatch: pytest.Mo
     launch.on(gpu, (y, off))
     assert by_triton[2:] == [addresses((y, off, *CONSTANTS))]
     assert started[-1][13:] == addresses((y, x, *CONSTANTS))
-
-
-def test_nothing_is_started_so_that_was_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(direct.VARIABLE)
-    assert direct.starter(Compiled(PLAIN, []), GRID, tuple(memory(2)), CONSTANTS) is None
