@@ -234,12 +234,18 @@ def _attend(
 
         total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, s_layout))
         empty = total < 1.0  # a row's greatest P is 2^8
+        if tiles is not None:  # without keys, what was read may be no number
+            keyless = query * 0 + keys_here == 0
+            empty = empty | keyless
         share = unit / gl.where(empty, 1.0, total)
         logarithm = (peak - HEADROOM + gl.log2(gl.where(empty, 1.0, total))) * _LN_2
         at = head_index.to(gl.int64) * seqlen_q if tiles is None else (batch * heads + head) * seqlen_q + sequence[2]
         gl.store(lse + at + query, gl.where(empty, MINUS_INFINITY, logarithm), mask=query < queries_here)
         for i in gl.static_range(parts):
-            o = (sums[i] * spread(share, sums[i])).to(out.dtype.element_ty)
+            o = sums[i] * spread(share, sums[i])
+            if tiles is not None:
+                o = gl.where(spread(keyless, sums[i]), 0.0, o)
+            o = o.to(out.dtype.element_ty)
             _store(out, o, at, top + which * ROWS, i * part, queries_here, head_dim_v, full_width)
 
 

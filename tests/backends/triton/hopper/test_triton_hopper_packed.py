@@ -113,3 +113,21 @@ def test_what_is_not_finite_stays_in_its_sequence() -> None:
     for index in (0, 2):
         assert all(torch.equal(x, y) for x, y in zip(spoilt[index], whole[index], strict=True))
     assert all(bool(x.isnan().any()) for x in spoilt[1])
+
+
+@pytest.mark.parametrize("head_dim_v", [64, 80])
+def test_queries_without_keys_are_answered_with_zeros_whatever_memory_holds(
+    head_dim_v: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sequence without keys has no slot of its own among those of V."""
+    given = torch.empty
+
+    def poisoned(*sizes: Any, **named: Any) -> torch.Tensor:
+        made = given(*sizes, **named)
+        return made.view(torch.uint8).fill_(255).view(made.dtype) if made.dim() and made.numel() else made
+
+    batch = Documents(((70, 70), (30, 0)), Mask(), head_dim=64, head_dim_v=head_dim_v)
+    monkeypatch.setattr(torch, "empty", poisoned)
+    out, lse = answers(batch, TritonForward("fp8", PERSISTENT))[1][:2]
+    assert torch.equal(out, torch.zeros_like(out))
+    assert bool((lse == -torch.inf).all())
