@@ -110,6 +110,7 @@ class CudnnForward(common.CudnnForward):
     """The node ``sdpa`` on 16-bit tensors."""
 
     backend = "cudnn"
+    packs = True
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """Views where the strides allow it, and the graph."""
@@ -135,6 +136,7 @@ class CudnnBackward(common.CudnnBackward):
     """The node ``sdpa_backward``, after any forward that returns out and its log-sum-exp."""
 
     backend = "cudnn"
+    packs = True
     preference = 8
 
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:

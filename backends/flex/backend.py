@@ -151,7 +151,7 @@ class FlexForward(_Flex, ForwardKernel):
         self.declared_error = DECLARED_ERROR[precision]
         self.rows = {
             "cpu": Capabilities(dtypes=(precision,), training=False, lse=False, **_PACKS),
-            "cuda": Capabilities(dtypes=(precision,), capability=(8, 0), head_dims=(16, 256, 1)),
+            "cuda": Capabilities(dtypes=(precision,), capability=(8, 0), head_dims=(16, 256, 1), **_PACKS),
         }
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:

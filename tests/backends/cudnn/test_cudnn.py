@@ -97,15 +97,9 @@ def test_packed_sequences_are_what_they_are_alone(batch: Documents) -> None:
             torch.testing.assert_close(x.float(), y.float(), rtol=1e-2, atol=1e-3)
 
 
-class Packing(cudnn.CudnnForward):
-    """As it would be declared once its packed batches have run on a GPU."""
-
-    packs = True
-
-
 def test_batches_of_other_lengths_share_a_graph() -> None:
     """The spec rounds their number, the longest and the total up; sequences without a token fill up the batch."""
-    forward, before = Packing("bf16"), PyGraph.built
+    forward, before = cudnn.CudnnForward("bf16"), PyGraph.built
     for sizes in ((20, 30, 9), (31, 0, 5, 25), (17, 17, 26)):
         starts = torch.tensor([0, *sizes], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         x = [torch.randn(1, heads, sum(sizes), 64).bfloat16() for heads in (4, 2, 2)]
@@ -124,10 +118,10 @@ def test_packed_batches_that_are_not_served() -> None:
     kind = LengthsKind(batch="packed", square=True, total_q=64, total_kv=64)
     spec = SPEC.replace(lengths=kind, head_dim=264, head_dim_v=264)
     assert "not a packed batch" in FORWARDS["cudnn:bf16"].refusals(spec, H200)[0]
-    assert "up to 256 only" in Packing("bf16").refusals(spec, H200)[0]
+    assert "up to 256 only" in cudnn.CudnnForward("bf16").refusals(spec, H200)[0]
     assert "not a packed batch" in FP8.refusals(SPEC.replace(lengths=kind), H200)[0]
     uneven = SPEC.replace(lengths=LengthsKind(batch="packed", total_q=64, total_kv=64))
-    assert Packing("bf16").refusals(uneven, H200) == ["does not define rows that see no key"]
+    assert cudnn.CudnnForward("bf16").refusals(uneven, H200) == ["does not define rows that see no key"]
 
 
 def test_two_threads_share_a_graph_and_no_handle(monkeypatch: pytest.MonkeyPatch) -> None:
