@@ -117,11 +117,10 @@ def test_batches_of_other_lengths_share_a_graph() -> None:
 def test_packed_batches_that_are_not_served() -> None:
     kind = LengthsKind(batch="packed", square=True, total_q=64, total_kv=64)
     spec = SPEC.replace(lengths=kind, head_dim=264, head_dim_v=264)
-    assert "not a packed batch" in FORWARDS["cudnn:bf16"].refusals(spec, H200)[0]
-    assert "up to 256 only" in cudnn.CudnnForward("bf16").refusals(spec, H200)[0]
+    assert "up to 256 only" in FORWARDS["cudnn:bf16"].refusals(spec, H200)[0]
     assert "not a packed batch" in FP8.refusals(SPEC.replace(lengths=kind), H200)[0]
     uneven = SPEC.replace(lengths=LengthsKind(batch="packed", total_q=64, total_kv=64))
-    assert cudnn.CudnnForward("bf16").refusals(uneven, H200) == ["does not define rows that see no key"]
+    assert FORWARDS["cudnn:bf16"].refusals(uneven, H200) == ["does not define rows that see no key"]
 
 
 def test_two_threads_share_a_graph_and_no_handle(monkeypatch: pytest.MonkeyPatch) -> None:
