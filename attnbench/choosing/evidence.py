@@ -25,9 +25,9 @@ class Evidence:
     A plan measured at the spec is judged by that entry alone.  Elsewhere all tables speak, scaled ones too: the error
     that a new measurement stays below with 95 % confidence (``ErrorModel``), and that of the nearest spec in the class
     (``similarity``), must be within the budget.  If none was measured with as many keys (in
-    training: and queries, over which dK and dV are sums), the error is extrapolated by the growth that its kernels
-    declare; a plan whose growth is unknown is not chosen there, nor one that failed in the class at the nearest spec
-    or at one that is nowhere larger.  The cost models of the tables predict its time (``PooledModel``).
+    training also as many queries, over which dK and dV are sums), the error is extrapolated by the growth that its
+    kernels declare.  A plan whose growth is unknown is not chosen there, nor one that failed in the class at the
+    nearest spec or at one that is nowhere larger.  The cost models of the tables predict its time (``PooledModel``).
 
     Where a spec has sequences of unequal length, plans of which the class holds such are judged by these, and others by
     sequences of one length: errors by those as long as the longest, times by those of as much work, with a wider error.

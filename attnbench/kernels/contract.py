@@ -167,10 +167,9 @@ class Kernel(ABC):
     is the relative L2 error on normal inputs (out of a forward, the worst of dq, dk, dv of a backward); ``error_on``
     gives it for one spec.  ``error_growth`` bounds the factor by which adding up more products makes the error of an
     8-bit kernel grow when the keys (for dK and dV: the queries) double; None if unknown, so that nothing measured
-    vouches for more keys.  ``preference`` orders
-    kernels where nothing was measured, smallest first; a forward with None is never chosen unmeasured.  ``evidence``
-    maps a device type to a regular expression that the name of a profiled operator or device kernel must match: proof
-    that this kernel ran.
+    vouches for more keys.  ``preference`` orders kernels where nothing was measured, smallest first; a forward with
+    None is never chosen unmeasured.  ``evidence`` maps a device type to a regular expression that the name of a
+    profiled operator or device kernel must match: proof that this kernel ran.
     """
 
     name: str

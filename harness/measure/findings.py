@@ -41,8 +41,8 @@ class Visit:
     the costs whose samples are replays of a CUDA graph.  ``late_ms`` is how long the device worked on after the last
     call had ended on its stream.  ``worn``: a graph could not be recorded, so torch may misbehave in this process.
 
-    ``launch_ms`` is what the host needed during the samples of the call to start a small kernel, None on a CPU.  Its
-    part of the call was multiplied by ``host_scale``.
+    ``launch_ms`` is what the host needed during the samples of the call to start a small kernel, None on a CPU.  The
+    host's part of the call was multiplied by ``host_scale``.
     """
 
     time_ms: Mapping[Cost, list[float]]

@@ -91,6 +91,8 @@ def test_windows_are_compared_with_flexattention(tmp_path: Path) -> None:
     _, (_, layer) = page(written(tmp_path, rows))
     assert layer[5] == "fa3:bf16 2 ms, 2.00× FlexAttention, 0.002"
     assert layer[6:] == ["not measured"] * 3
+    summary, _ = page(written(tmp_path, [*SWEEP, *rows]))
+    assert summary[1][1:3] == ["2", "1.55×, 1.20× to 2.00×"]
 
 
 def test_a_plan_that_was_not_judged_is_not_shown_as_chosen(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ...kernels.plan import Plan
 from ...problem.spec import AttentionSpec
@@ -57,14 +57,14 @@ class CostModel:
     def predict(self, plan: Plan, spec: AttentionSpec) -> Prediction | None:
         """The predicted time of a plan at a spec; None if it was never measured in its direction and type.
 
-        A pair of kernels takes no less than the backward's own pair would with the forward exchanged: most pairs were
-        measured at few specs, the two kernels at many.
+        A forward before a backward of another name was measured at few specs, and each of the two at many.  So such a
+        pair takes no less than the backward with the forward of its own name, with one forward exchanged for the other.
         """
         found = self._fitted(plan, spec)
         if found is None or plan.backward in (None, plan.forward):
             return found
         own = self._fitted(Plan(plan.backward, plan.backward), spec)
-        forward = replace(spec, direction="forward")
+        forward = spec.replace(direction="forward")
         given, usual = self._fitted(Plan(plan.forward), forward), self._fitted(Plan(plan.backward), forward)
         if own is None or given is None or usual is None:
             return found

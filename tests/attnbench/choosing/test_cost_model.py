@@ -105,18 +105,20 @@ def test_bytes_of_a_packed_batch_are_those_of_its_tokens():
     )
 
 
-@pytest.mark.parametrize(("seen", "expected"), [(0.5, 1.02), (2.0, 2.0)])
+@pytest.mark.parametrize(("seen", "expected"), [(0.5, 1.2), (2.0, 2.0)])
 def test_a_mixed_pair_takes_no_less_than_its_backward_s_own_pair_with_the_other_forward(seen, expected):
-    """Its own two say half of the time, or twice; its kernels say 1.02: a third is forward, 1.06 times as long."""
+    """Its own two say half of the time, or twice; its kernels say 1.2: a third is forward, 1.6 times as long."""
     own, mixed = Plan("y:bf16", "y:bf16"), Plan("x:bf16", "y:bf16")
     entries = []
     for length in (1024, 2048, 4096, 8192):
         step, forward = spec(length, direction="training"), spec(length)
         entries += [entry(step, law(step), own), entry(forward, law(step) / 3, Plan("y:bf16"))]
-        entries.append(entry(forward, law(step) / 3 * 1.06, Plan("x:bf16")))
+        entries.append(entry(forward, law(step) / 3 * 1.6, Plan("x:bf16")))
     few, asked = [spec(length, direction="training") for length in (512, 16384)], spec(4096, direction="training")
     model = CostModel([*entries, *(entry(each, seen * law(each), mixed) for each in few)])
-    assert model.predict(mixed, asked).time_ms == pytest.approx(expected * law(asked), rel=0.03)
+    found, kernels = model.predict(mixed, asked), model.predict(own, asked)
+    assert found.time_ms == pytest.approx(expected * law(asked), rel=0.03)
+    assert (found.error < 1.1 * kernels.error) is (seen < 1)  # that of the many measurements of the kernels, or its own
     assert CostModel(entries).predict(mixed, asked) is None
 
 

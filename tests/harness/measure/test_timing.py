@@ -122,6 +122,19 @@ def test_the_start_of_a_small_kernel_says_how_fast_the_host_is(slow):
     assert timer().take(lambda: None).launch_ms is None
 
 
+def test_what_is_started_to_know_the_host_leaves_it_ahead_of_the_device():
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        gpu = simulated(monkeypatch, slow=2.0)
+
+        def call():
+            gpu.host(5e-5)
+            gpu.launch(6e-5)
+
+        taken = Timer(GPU, visit=0.01, limit=0.3, patience=0.015).take(call)
+    assert not taken.host_bound
+    assert taken.device_ms == pytest.approx([0.06] * len(taken.device_ms))
+
+
 @given(host=st.floats(1e-5, 8e-3), device=st.floats(1e-5, 0.05))
 def test_what_holds_the_device_is_not_in_the_time_of_a_call_that_waits_for_it(host, device):
     with pytest.MonkeyPatch.context() as monkeypatch:

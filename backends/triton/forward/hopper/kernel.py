@@ -234,7 +234,7 @@ def _attend(
 
         total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, s_layout))
         empty = total < 1.0  # a row's greatest P is 2^8
-        if tiles is not None:  # without keys, what was read may be no number
+        if tiles is not None:  # where a sequence has no keys, what was read instead may be NaN
             keyless = query * 0 + keys_here == 0
             empty = empty | keyless
         share = unit / gl.where(empty, 1.0, total)

@@ -13,6 +13,7 @@ from hopper_backward import on_cpu
 from packed import Documents, answers
 
 from attnbench import Mask
+from attnbench.kernels.contract import Inputs
 
 pytest.importorskip("triton", minversion="3.6")
 from attnbench.backends.triton.interpreter import interpreted
@@ -116,18 +117,14 @@ def test_what_is_not_finite_stays_in_its_sequence() -> None:
 
 
 @pytest.mark.parametrize("head_dim_v", [64, 80])
-def test_queries_without_keys_are_answered_with_zeros_whatever_memory_holds(
-    head_dim_v: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A sequence without keys has no slot of its own among those of V."""
-    given = torch.empty
-
-    def poisoned(*sizes: Any, **named: Any) -> torch.Tensor:
-        made = given(*sizes, **named)
-        return made.view(torch.uint8).fill_(255).view(made.dtype) if made.dim() and made.numel() else made
-
+def test_queries_without_keys_are_answered_with_zeros_whatever_lies_in_their_slot_of_values(head_dim_v: int) -> None:
+    """The kernel reads one block of a sequence that has none, with weights of 0."""
     batch = Documents(((70, 70), (30, 0)), Mask(), head_dim=64, head_dim_v=head_dim_v)
-    monkeypatch.setattr(torch, "empty", poisoned)
-    out, lse = answers(batch, TritonForward("fp8", PERSISTENT))[1][:2]
+    whole, lengths, spec = batch.together(batch.parts())
+    forward = TritonForward("fp8", PERSISTENT)
+    operands = forward.prepare(Inputs(*whole[:3], lengths), spec)
+    values = operands.native.given.v
+    values.view(torch.uint8)[..., 128:] = 0x7F  # NaN from the second slot on
+    out, lse = batch.apart(forward.run(operands)[:2])[1]
     assert torch.equal(out, torch.zeros_like(out))
     assert bool((lse == -torch.inf).all())

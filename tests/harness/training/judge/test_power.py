@@ -57,6 +57,13 @@ def test_an_inconclusive_verdict_says_how_many_seeds_it_lacks() -> None:
     assert f"{seeds_needed(0.006)} seeds that scatter like these" in " ".join(report(runs, "text").split())
 
 
+def test_a_candidate_that_is_surely_better_lacks_no_seeds() -> None:
+    runs = [_run("baseline", seed, 2 + seed / 10) for seed in range(4)]
+    runs += [_run("candidate", seed, (2 + seed / 10) * (0.994 + seed / 1e4)) for seed in range(4)]
+    learning = judge_pairs(pairs_of(runs))
+    assert (learning.verdict, seeds_lacking(learning)) == ("inconclusive", None)
+
+
 @pytest.mark.parametrize(("seeds", "deviation"), [(2, 0.01), (3, -0.1), (3, float("nan"))])
 def test_chances_of_what_gives_no_verdict_are_refused(seeds: int, deviation: float) -> None:
     with pytest.raises(InputError, match="takes 3 seeds"):
