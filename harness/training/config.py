@@ -51,8 +51,8 @@ _RATES = {
     "8b": (1.2e-4, 2_000_000),
 }
 _OTHER_RATE = (3e-4, 500_000)
-# Steps until the highest rate.  Adam's first updates move every entry of a matrix by the whole rate, most of them alike
-# this raises the loss of wide and deep models.  The least are 2 / (1 - beta2) steps (arXiv 1910.04209).
+# Steps until the highest rate.  Adam's first updates move every entry of a matrix by the whole rate, mostly in one
+# direction, which raises the loss of wide and deep models.  The least are 2 / (1 - beta2) steps (arXiv 1910.04209).
 _LEAST_WARM_UP, _MOST_WARM_UP = 40, 100
 _HF = "hf:"
 _LATER = {"context_parallel": 1, "layers": 0, "offload": False}
@@ -257,7 +257,7 @@ class TrainConfig:
     def to_dict(self) -> dict[str, Any]:
         """Every field, in plain JSON types; without the default of fields that older rows lack."""
         found = asdict(self)
-        return {name: value for name, value in found.items() if _LATER.get(name) != value or name not in _LATER}
+        return {name: value for name, value in found.items() if name not in _LATER or value != _LATER[name]}
 
     def replace(self, **changes: Any) -> TrainConfig:
         """The config with some fields changed."""
