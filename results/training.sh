@@ -18,7 +18,7 @@ LONG=${LONG:-size=8b,seqlen=131072,slices=16 size=3b,seqlen=131072,slices=14}
 CHOICES=${CHOICES:-sdpa auto auto-fp8 triton:fp8>triton:fp8}
 VIT_SIZE=${VIT_SIZE:-huge} VIT_BATCH=${VIT_BATCH:-64}
 RANKS_SIZE=${RANKS_SIZE:-1b} RANKS_LENGTH=${RANKS_LENGTH:-4096} RANKS_BATCH=${RANKS_BATCH:-4}
-# The seeds are as many as a verdict takes with 90 % if pairs scatter by 0.6 %: docs/end-to-end.md.
+# The seeds are as many as a verdict takes with 90 % if pairs scatter by 0.6 %: docs/explanation/end-to-end.md.
 LEARN=${LEARN:---size medium --layers 4 --vocab 272 --seqlen 4096 --batch 2 --steps 300 --lr 3e-4 --warmup 40}
 SEEDS=${SEEDS:-20} CANDIDATES=${CANDIDATES:-triton:fp8>triton:fp8 te:fp8>te:fp8 fa3:fp8>fa4:bf16}
 
