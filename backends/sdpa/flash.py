@@ -33,6 +33,7 @@ from ..common.installed import torch_availability
 from ..common.layout import aligned, whole_gradients
 from ..common.mask_tensor import MAX_SCORES, dense_mask
 from ..common.typed_kernel import TypedKernel
+from ..common.unpadding import unpads_backward, unpads_forward
 from ..common.windows import Window, flash2_window_of
 
 __all__ = ["BACKEND"]
@@ -48,7 +49,7 @@ class _Flash(TypedKernel):
         cpu = Capabilities(dtypes=(precision,), head_dim_v=False, softcap=False, lengths=BATCHES)
         if precision not in _ON_CUDA:
             return {"cpu": cpu}
-        return {"cpu": cpu, "cuda": replace(cpu, capability=(8, 0), head_dims=(8, 256, 8), lengths=("packed",))}
+        return {"cpu": cpu, "cuda": replace(cpu, capability=(8, 0), head_dims=(8, 256, 8))}
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         if device.type == "cuda":
@@ -86,6 +87,7 @@ def _empty_rows(spec: AttentionSpec) -> Tensor:
     return torch.tensor([start == stop for start, stop in spans])
 
 
+@unpads_forward("cpu")
 class FlashForward(_Flash, ForwardKernel):
     """``aten::_flash_attention_forward`` on CUDA, ``aten::_scaled_dot_product_flash_attention_for_cpu`` on the CPU."""
 
@@ -133,6 +135,7 @@ class FlashForward(_Flash, ForwardKernel):
         return Result(out, lse)
 
 
+@unpads_backward("cpu")
 class FlashBackward(_Flash, BackwardKernel):
     """``aten::_flash_attention_backward`` on CUDA, ``…_flash_attention_for_cpu_backward`` on the CPU."""
 
