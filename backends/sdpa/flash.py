@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
 
@@ -20,6 +20,7 @@ from attnbench.kernels.contract import (
     Operands,
     Result,
     Saved,
+    Whole,
     rounding_error,
 )
 from attnbench.problem.lengths_kind import BATCHES
@@ -40,6 +41,7 @@ __all__ = ["BACKEND"]
 
 _PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
 _ON_CUDA = ("bf16", "fp16")
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class _Flash(TypedKernel):
@@ -68,6 +70,30 @@ class _Flash(TypedKernel):
 def _cpu_causal(spec: AttentionSpec) -> bool:
     """Whether the operator's own causal mask serves; it hides keys before scaling, so the scale must be positive."""
     return spec.mask.kind == "causal" and spec.mask.alignment == "top-left" and spec.scale > 0
+
+
+def _whole_on_cuda(causal: bool, scale: float) -> Whole:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        found = torch._scaled_dot_product_flash_attention(
+            aligned(q), aligned(k), aligned(v), 0.0, causal, False, scale=scale
+        )
+        return found[0], found[1]
+
+    return attend
+
+
+def _whole_on_cpu(causal: bool, spec: AttentionSpec) -> Whole:
+    single, scale = spec.dtype == "fp32", spec.scale
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = _readable(q), _readable(k), _readable(v)
+        with full_fp32(q) if single else _NOTHING:
+            found: tuple[Tensor, Tensor] = torch._scaled_dot_product_flash_attention_for_cpu(
+                q, k, v, 0.0, causal, scale=scale
+            )
+        return found
+
+    return attend
 
 
 def _cpu_mask(spec: AttentionSpec, q: Tensor) -> Tensor | None:
@@ -126,13 +152,24 @@ class FlashForward(_Flash, ForwardKernel):
                 lse = lse.masked_fill(lse == math.inf, -math.inf)
             return Result(out.transpose(1, 2), lse)
         q, k, v, causal, mask, empty = native
-        with full_fp32(q) if spec.dtype == "fp32" else nullcontext():
+        with full_fp32(q) if spec.dtype == "fp32" else _NOTHING:
             out, lse = torch._scaled_dot_product_flash_attention_for_cpu(  # torch.ops takes 3 µs more
                 q, k, v, 0.0, causal, attn_mask=mask, scale=spec.scale
             )
         if empty is not None:
             lse = lse.masked_fill(empty, -math.inf)
         return Result(out, lse)
+
+    def whole(self, spec: AttentionSpec, device_type: str) -> Whole | None:
+        """torch's operators, where their own causal mask or none is what is asked, and they need no correction."""
+        if spec.has_empty_rows or spec.mask.kind not in ("none", "causal"):
+            return None
+        causal = spec.mask.kind == "causal"
+        if device_type == "cuda":
+            return None if causal and spec.seqlen_q != spec.seqlen_kv else _whole_on_cuda(causal, spec.scale)
+        if (causal and not _cpu_causal(spec)) or (spec.dtype == "fp32" and spec.direction == "training"):
+            return None  # the precision of FP32 products is held around each pass
+        return _whole_on_cpu(causal, spec)
 
 
 @unpads_backward("cpu")
@@ -223,7 +260,7 @@ def _backward_cpu(saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tenso
     lse = lse.to(torch.float64 if spec.dtype == "fp64" else torch.float32)
     if spec.has_empty_rows:
         lse = lse.masked_fill(lse == -math.inf, 0.0)  # as the operator's forward has it; infinity would become NaN
-    with full_fp32(lse) if spec.dtype == "fp32" else nullcontext():
+    with full_fp32(lse) if spec.dtype == "fp32" else _NOTHING:
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *inputs, lse, 0.0, causal, attn_mask=None if causal else _cpu_mask(spec, inputs[1]), scale=spec.scale
         )
