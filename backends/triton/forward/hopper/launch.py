@@ -75,7 +75,7 @@ def launch(
         unequal and mask.alignment == "bottom-right",
     )  # fmt: skip
     tiles = spec.heads * extent.tiles(BLOCK_M)
-    grid = programs_of(tile, tiles, spec.seqlen_kv, _multiprocessors(device)), 1, 1
+    grid = programs_of(tile, tiles, -1 if unequal else spec.seqlen_kv, _multiprocessors(device)), 1, 1
     return Launch(triton_fp8_attention_forward_hopper, grid, constants, {"num_warps": 4, "maxnreg": even})
 
 

@@ -92,6 +92,18 @@ def test_each_sequence_is_answered_as_if_it_were_alone(
         assert all(torch.equal(x, y) for x, y in zip(found, alone, strict=True))
 
 
+def test_programs_leave_a_table_as_it_was() -> None:
+    """They draw its tiles, and the next launch draws them again."""
+    batch = Documents(((130, 130), (3, 3)), Mask(right=0), heads=(2, 1), head_dim=64, head_dim_v=64)
+    (q, k, v, _), lengths, spec = batch.together(batch.parts())
+    forward = TritonForward("fp8-head", PERSISTENT)
+    operands = forward.prepare(Inputs(q, k, v, lengths), spec)
+    first, again = forward.run(operands), forward.run(operands)
+    assert torch.equal(first.out, again.out)
+    assert torch.equal(first.lse, again.lse)
+    assert operands.native.tiles[0, :3].tolist() == [3, 0, 0]
+
+
 @pytest.mark.parametrize(("lengths", "mask", "tile", "name"), CASES[:2], ids=lambda x: str(x)[:30])
 def test_each_sequence_has_the_gradients_that_it_has_alone(
     lengths: tuple[tuple[int, int], ...], mask: Mask, tile: Tile, name: str
