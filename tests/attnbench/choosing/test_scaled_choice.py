@@ -16,8 +16,8 @@ from attnbench.choosing.fresh_regret import fresh_scores
 from attnbench.choosing.regret import Asked, chosen_at
 from attnbench.choosing.selector import choose
 from attnbench.choosing.table_advice import warn_of_rule
-from attnbench.errors import AttnbenchWarning, NoPlanError
 from attnbench.dispatch.ring_parts import parts_of
+from attnbench.errors import AttnbenchWarning, NoPlanError
 from attnbench.harness.training.rows import read_runs
 from attnbench.kernels.capabilities import Device
 from attnbench.kernels.registry import registry
