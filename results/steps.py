@@ -24,7 +24,7 @@ import gc
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -60,7 +60,7 @@ _RATE = 1e-5  # of choices that share a model: of no consequence for times, and 
 def main() -> int:
     """Time all choices, and return 1 if one is not ok."""
     try:
-        return _measure(_arguments())
+        return _measure(arguments(sys.argv[1:]))
     except AttnbenchError as error:
         print(f"steps.py: {error}", file=sys.stderr)
         return error.exit_code
@@ -87,7 +87,8 @@ def _measure(asked: argparse.Namespace) -> int:
         return int(failed)
 
 
-def _arguments() -> argparse.Namespace:
+def arguments(given: Sequence[str]) -> argparse.Namespace:
+    """What the command line asks for; ends with the usage on what cannot be asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cells", nargs="+", type=_settings, metavar="NAME=VALUE,...", help="a model and its step")
     parser.add_argument("--choices", nargs="+", default=["sdpa", "auto", "auto-fp8"])
@@ -96,7 +97,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=600, help="seconds after which no round is begun")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, default=Path("steps"))
-    asked = parser.parse_args()
+    asked = parser.parse_args(given)
     try:
         for choice in asked.choices:
             _settings(choice.partition(",")[2])
@@ -109,8 +110,8 @@ def _settings(text: str) -> dict[str, Any]:
     """Fields of a configuration by name, of the types that they have there."""
     found: dict[str, Any] = {}
     for each in filter(None, text.split(",")):
-        name, _, value = each.partition("=")
-        if name not in SETTINGS or name in _NOT_SET:
+        name, equals, value = each.partition("=")
+        if not equals or name not in SETTINGS or name in _NOT_SET:
             raise argparse.ArgumentTypeError(f"{text}: there is no setting {name}")
         kind = SETTINGS[name]
         try:
@@ -152,9 +153,11 @@ class Choice:
 
 
 def _part(config: TrainConfig, slices: int) -> TrainConfig:
+    if config.model != "gpt":
+        raise InputError(f"slices={slices}: gpt alone is cut so, not {config.model}")
     size = gpt_size(config)
-    if slices < 1 or size.layers % slices or config.model != "gpt":
-        raise InputError(f"slices={slices}: {size.layers} layers of {config.model} cannot be cut so")
+    if slices < 1 or size.layers % slices:
+        raise InputError(f"slices={slices}: {size.layers} layers cannot be cut so")
     return config.replace(layers=size.layers // slices, vocab=_ROWS * math.ceil(size.vocab / slices / _ROWS))
 
 
