@@ -21,6 +21,7 @@ from ..common import cudnn_attention as common
 from ..common.cudnn_attention import BACKWARD_SIZE, PEAK, PRECISIONS, cudnn_version, scalar, too_old
 from ..common.installed import versions_of
 from ..common.layout import aligned, padded, tokens
+from ..common.unpadding import unpads_backward, unpads_forward
 from .graphs import OUTPUTS, Band, Graph, Layout, Question, graph_of, inputs_of, laid_out
 from .packed import described, lengths_of, outputs_of
 from .scales import descale_of, gradient_bounds, too_long
@@ -106,6 +107,7 @@ def _constant(value: float, device: torch.device) -> Tensor:
     return torch.full((1, 1, 1, 1), value, dtype=torch.float32, device=device)
 
 
+@unpads_forward()
 class CudnnForward(common.CudnnForward):
     """The node ``sdpa`` on 16-bit tensors."""
 
@@ -132,6 +134,7 @@ class CudnnForward(common.CudnnForward):
         return Result(found["o"], found["stats"].squeeze(-1))
 
 
+@unpads_backward()
 class CudnnBackward(common.CudnnBackward):
     """The node ``sdpa_backward``, after any forward that returns out and its log-sum-exp."""
 

@@ -105,7 +105,10 @@ def _packed(mask: Mask, starts_q: Tensor, starts_kv: Tensor, tokens_q: int, toke
 
 
 def _seen(mask: Mask, starts_q: Tensor, starts_kv: Tensor, tokens_q: int) -> tuple[Tensor, Tensor]:
-    """The first and the last key that each query sees, (Tq,) in int32, the last below the first where it sees none."""
+    """The first and the last key that each query sees, (Tq,) in int32, the last below the first where it sees none.
+
+    Tokens behind the last sequence see none.
+    """
     tokens = torch.arange(tokens_q, dtype=torch.int32, device=starts_q.device)
     own = torch.bucketize(tokens, starts_q[1:].contiguous(), right=True).clamp_max(starts_q.shape[0] - 2)
     begins, ends = starts_kv[own], starts_kv[own + 1]
@@ -114,7 +117,7 @@ def _seen(mask: Mask, starts_q: Tensor, starts_kv: Tensor, tokens_q: int) -> tup
         place = place + (ends - begins) - (starts_q[own + 1] - starts_q[own])
     low = begins if mask.left is None else torch.maximum(begins, place - mask.left)
     high = ends - 1 if mask.right is None else torch.minimum(ends - 1, place + mask.right)
-    return low, high
+    return low, torch.where(tokens < starts_q[-1], high, -1)
 
 
 def _made(visible: Tensor, full: Tensor, mask_mod: _MaskMod, sizes: tuple[int, int]) -> BlockMask:

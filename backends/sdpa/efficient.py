@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnbench.kernels.capabilities import Capabilities, Device
-from attnbench.kernels.contract import Backend, BackwardKernel, ForwardKernel, Inputs, Operands, Result, Saved
+from attnbench.kernels.contract import Backend, BackwardKernel, ForwardKernel, Inputs, Operands, Result, Saved, Whole
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 
@@ -97,6 +97,22 @@ class EfficientForward(_Efficient, ForwardKernel):
             q, k, v, None, None, None, None, None, 0.0, band.diagonal, True, scale=spec.scale, window_size=band.width
         )
         return Result(out.transpose(1, 2), lse[..., : spec.seqlen_q])
+
+    def whole(self, spec: AttentionSpec, device_type: str) -> Whole | None:
+        """torch's operator around the same kernels: no groups, and no mask but the top-left causal one."""
+        band = causal_band(spec.mask, spec.seqlen_q, spec.seqlen_kv)
+        if spec.group > 1 or band not in (Band(_NO_MASK, None), Band(_TOP_LEFT, None)):
+            return None
+        causal, scale, queries = band.diagonal == _TOP_LEFT, spec.scale, spec.seqlen_q
+        with_lse = spec.return_lse or spec.direction == "training"
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+            found = torch._scaled_dot_product_efficient_attention(
+                aligned(q), aligned(k), aligned(v), None, with_lse, 0.0, causal, scale=scale
+            )
+            return found[0], found[1][..., :queries] if with_lse else None
+
+        return attend
 
 
 class EfficientBackward(_Efficient, BackwardKernel):

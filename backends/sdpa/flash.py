@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
 
@@ -20,6 +20,7 @@ from attnbench.kernels.contract import (
     Operands,
     Result,
     Saved,
+    Whole,
     rounding_error,
 )
 from attnbench.problem.lengths_kind import BATCHES
@@ -33,12 +34,14 @@ from ..common.installed import torch_availability
 from ..common.layout import aligned, whole_gradients
 from ..common.mask_tensor import MAX_SCORES, dense_mask
 from ..common.typed_kernel import TypedKernel
+from ..common.unpadding import unpads_backward, unpads_forward
 from ..common.windows import Window, flash2_window_of
 
 __all__ = ["BACKEND"]
 
 _PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
 _ON_CUDA = ("bf16", "fp16")
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class _Flash(TypedKernel):
@@ -48,7 +51,7 @@ class _Flash(TypedKernel):
         cpu = Capabilities(dtypes=(precision,), head_dim_v=False, softcap=False, lengths=BATCHES)
         if precision not in _ON_CUDA:
             return {"cpu": cpu}
-        return {"cpu": cpu, "cuda": replace(cpu, capability=(8, 0), head_dims=(8, 256, 8), lengths=("packed",))}
+        return {"cpu": cpu, "cuda": replace(cpu, capability=(8, 0), head_dims=(8, 256, 8))}
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         if device.type == "cuda":
@@ -69,6 +72,30 @@ def _cpu_causal(spec: AttentionSpec) -> bool:
     return spec.mask.kind == "causal" and spec.mask.alignment == "top-left" and spec.scale > 0
 
 
+def _whole_on_cuda(causal: bool, scale: float) -> Whole:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        found = torch._scaled_dot_product_flash_attention(
+            aligned(q), aligned(k), aligned(v), 0.0, causal, False, scale=scale
+        )
+        return found[0], found[1]
+
+    return attend
+
+
+def _whole_on_cpu(causal: bool, spec: AttentionSpec) -> Whole:
+    single, scale = spec.dtype == "fp32", spec.scale
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = _readable(q), _readable(k), _readable(v)
+        with full_fp32(q) if single else _NOTHING:
+            found: tuple[Tensor, Tensor] = torch._scaled_dot_product_flash_attention_for_cpu(
+                q, k, v, 0.0, causal, scale=scale
+            )
+        return found
+
+    return attend
+
+
 def _cpu_mask(spec: AttentionSpec, q: Tensor) -> Tensor | None:
     return dense_mask(spec.mask, spec.seqlen_q, spec.seqlen_kv, q.dtype, q.device)
 
@@ -86,6 +113,7 @@ def _empty_rows(spec: AttentionSpec) -> Tensor:
     return torch.tensor([start == stop for start, stop in spans])
 
 
+@unpads_forward("cpu")
 class FlashForward(_Flash, ForwardKernel):
     """``aten::_flash_attention_forward`` on CUDA, ``aten::_scaled_dot_product_flash_attention_for_cpu`` on the CPU."""
 
@@ -124,7 +152,7 @@ class FlashForward(_Flash, ForwardKernel):
                 lse = lse.masked_fill(lse == math.inf, -math.inf)
             return Result(out.transpose(1, 2), lse)
         q, k, v, causal, mask, empty = native
-        with full_fp32(q) if spec.dtype == "fp32" else nullcontext():
+        with full_fp32(q) if spec.dtype == "fp32" else _NOTHING:
             out, lse = torch._scaled_dot_product_flash_attention_for_cpu(  # torch.ops takes 3 µs more
                 q, k, v, 0.0, causal, attn_mask=mask, scale=spec.scale
             )
@@ -132,7 +160,19 @@ class FlashForward(_Flash, ForwardKernel):
             lse = lse.masked_fill(empty, -math.inf)
         return Result(out, lse)
 
+    def whole(self, spec: AttentionSpec, device_type: str) -> Whole | None:
+        """torch's operators, where their own causal mask or none is what is asked, and they need no correction."""
+        if spec.has_empty_rows or spec.mask.kind not in ("none", "causal"):
+            return None
+        causal = spec.mask.kind == "causal"
+        if device_type == "cuda":
+            return None if causal and spec.seqlen_q != spec.seqlen_kv else _whole_on_cuda(causal, spec.scale)
+        if (causal and not _cpu_causal(spec)) or (spec.dtype == "fp32" and spec.direction == "training"):
+            return None  # the precision of FP32 products is held around each pass
+        return _whole_on_cpu(causal, spec)
 
+
+@unpads_backward("cpu")
 class FlashBackward(_Flash, BackwardKernel):
     """``aten::_flash_attention_backward`` on CUDA, ``…_flash_attention_for_cpu_backward`` on the CPU."""
 
@@ -220,7 +260,7 @@ def _backward_cpu(saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tenso
     lse = lse.to(torch.float64 if spec.dtype == "fp64" else torch.float32)
     if spec.has_empty_rows:
         lse = lse.masked_fill(lse == -math.inf, 0.0)  # as the operator's forward has it; infinity would become NaN
-    with full_fp32(lse) if spec.dtype == "fp32" else nullcontext():
+    with full_fp32(lse) if spec.dtype == "fp32" else _NOTHING:
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *inputs, lse, 0.0, causal, attn_mask=None if causal else _cpu_mask(spec, inputs[1]), scale=spec.scale
         )
