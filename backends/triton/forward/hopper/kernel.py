@@ -4,7 +4,7 @@ What it computes is said in ``forward.kernel``; this is how.  One warp brings Q,
 rings of shared memory; two warpgroups with 64 queries each compute on the same keys, so that K and V come from L2
 once for both (two programs of 64 queries would ask L2 for all it has at 900 TFLOPS).  A program goes on from tile to
 tile, and the next one's operands come while the last one's output is written.  The loading warp finds the tiles and
-tells the others.  Where registers do, a tile's first scores are computed beneath the end of the one before.
+tells the others.  In a table, where registers do, a tile's first scores are computed beneath the end of the one before.
 
 P·V starts at zero, and is added in FP32: one multiply-add an element, which rescaling would cost as well.  Where the
 warpgroups take ``turns``, one multiplies while the other takes exponentials (FlashAttention-3, arXiv 2407.08608,
@@ -41,6 +41,7 @@ __all__ = ["CONSUMERS", "triton_fp8_attention_forward_hopper"]
 CONSUMERS = gl.constexpr(2)  # warpgroups that compute
 _APART = gl.constexpr(128)  # head dimension up to which Q in 16 bits and in e4m3 both fit into shared memory
 _COPIES = gl.constexpr(2)  # of a program's queries: this tile's and the next one's
+_OUTSIDE = gl.constexpr(1 << 30)  # behind every key
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _LN_2 = gl.constexpr(0.6931471805599453)
 
@@ -92,6 +93,8 @@ def _load(
         if tiles is None:
             v_row += batch * (heads // group) * head_dim_v
         v_column = v_start + first
+        if tiles is not None:  # without keys a block of zeros, as TMA has it outside of a tensor, whatever memory holds
+            v_column = gl.where(keys_here > 0, v_column, _OUTSIDE)
         if casting:
             some = keys_here > 0
             begin, apart = gl.minimum(first, keys_here - 1), block_n
@@ -180,7 +183,7 @@ def _attend(
             if tiles is not None:  # which have each token's place, one behind the other; a sequence may have no keys
                 q_factor, k_factor, v_factor = q_factor + q_start, k_factor + k_start, v_factor + k_start
             some = tiles is None or keys_here > 0
-            factor = gl.load(q_factor) * (scale * _LOG2_E)
+            factor = gl.load(q_factor, mask=some, other=1.0) * (scale * _LOG2_E)
             factor = at_least(factor * gl.load(k_factor, mask=some, other=1.0))
             unit = gl.load(v_factor, mask=some, other=1.0)
         query = top + row
@@ -206,6 +209,8 @@ def _attend(
                         part_of_tile = wide[chunk]._reinterpret(keys.dtype, [ROWS, keys.shape[2]], keys.layout)
                     tile = tile + (part_of_tile,)  # noqa: RUF005
                 own = cast_rows(wide, tile, s_layout) * (scale * _LOG2_E)
+                if tiles is not None:
+                    own = gl.where(query * 0 + keys_here > 0, own, 1.0)
                 if apart:  # the next tile's may come
                     mbarrier.arrive(q_emptied.index(which), count=1)
             turn_phase = _await_turn(turn, turn_phase, which, turns)
@@ -266,23 +271,17 @@ def _attend(
         slot, phase, copy, copy_phase = next_slot, next_phase, next_copy, next_copy_phase
 
         # Read again, because registers are few.
-        batch, head, top, q_start, queries_here, _, keys_here = told(board, its_tile)
+        batch, head, top, q_start, queries_here, _, _ = told(board, its_tile)
         mbarrier.arrive(board[2].index(its_tile), count=1)
         query = top + row
         total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, s_layout))
         empty = total < 1.0  # a row's greatest P is 2^8
-        if tiles is not None:  # where a sequence has no keys, what was read instead may be NaN
-            keyless = query * 0 + keys_here == 0
-            empty = empty | keyless
         share = unit / gl.where(empty, 1.0, total)
         logarithm = (peak - HEADROOM + gl.log2(gl.where(empty, 1.0, total))) * _LN_2
         at = (batch * heads + head).to(gl.int64) * seqlen_q + q_start
         gl.store(lse + at + query, gl.where(empty, MINUS_INFINITY, logarithm), mask=query < queries_here)
         for i in gl.static_range(parts):
-            o = sums[i] * spread(share, sums[i])
-            if tiles is not None:
-                o = gl.where(spread(keyless, sums[i]), 0.0, o)
-            o = o.to(out.dtype.element_ty)
+            o = (sums[i] * spread(share, sums[i])).to(out.dtype.element_ty)
             store(out, o, at, top + which * ROWS, i * part, queries_here, head_dim_v, full_width)
         if ahead:
             scores = warpgroup_mma_wait(0, [coming])
@@ -343,7 +342,7 @@ def triton_fp8_attention_forward_hopper(
     height: gl.constexpr = v.block_type.shape[0]
     apart: gl.constexpr = casting and chunks * block_d <= _APART
     parts: gl.constexpr = chunks_v * height // part
-    q_copies: gl.constexpr = _COPIES if parts == 1 and not casting else 1
+    q_copies: gl.constexpr = _COPIES if tiles is not None and parts == 1 and not casting else 1
     queries = gl.allocate_shared_memory(q.dtype, [q_copies * CONSUMERS * chunks, ROWS, block_d], q.layout)
     narrow = queries
     if apart:

@@ -132,7 +132,9 @@ def test_what_is_not_finite_stays_in_its_sequence() -> None:
 def test_queries_without_keys_are_answered_with_zeros_whatever_lies_in_their_slot_of_values(head_dim_v: int) -> None:
     """The kernel reads one block of a sequence that has none, with weights of 0."""
     batch = Documents(((70, 70), (30, 0)), Mask(), head_dim=64, head_dim_v=head_dim_v)
-    whole, lengths, spec = batch.together(batch.parts())
+    parts = batch.parts()
+    parts[1][0].fill_(torch.nan)
+    whole, lengths, spec = batch.together(parts)
     forward = TritonForward("fp8", PERSISTENT)
     operands = forward.prepare(Inputs(*whole[:3], lengths), spec)
     values = operands.native.given.v
