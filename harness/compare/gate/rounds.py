@@ -8,8 +8,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from attnbench.tables.record_fields import PlanField
+
 from ...json_lines import Form, read_lines
-from ...record_fields import PlanField
 from ..terms import Gated, Key
 from .series import Finding, GateRow
 
