@@ -56,7 +56,9 @@ def validation_fault(error: ValidationError, whole: str) -> str:
 def _check(path: Path, text: str, schema: str) -> None:
     """Raise MalformedFileError for what pydantic's parser lets pass: too many parts, a name twice, another schema."""
     if not _bounded(text):
-        raise MalformedFileError(path, f"expected less, found JSON nested deeper than {_DEEPEST} or of too many parts")
+        raise MalformedFileError(
+            path, f"expected JSON of at most {_MOST_VALUES} values, nested {_DEEPEST} deep at most"
+        )
     try:
         data = json.loads(text, object_pairs_hook=_object, parse_int=_whole, parse_constant=_no_number)
     except json.JSONDecodeError as error:

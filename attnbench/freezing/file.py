@@ -152,7 +152,7 @@ class _Choice(BaseModel):
     @model_validator(mode="after")
     def _fits(self) -> _Choice:
         if (self.plan.backward is not None) != self.spec.training:
-            raise ValueError(f"{self.plan} is no plan for the direction {self.spec.direction}")
+            raise ValueError(f"{self.plan} is not a plan for the direction {self.spec.direction}")
         if self.backend not in ("auto", self.plan.forward, backend_of(self.plan.forward)):
             raise ValueError(f"{self.plan} is not of the backend {self.backend}")
         if self.plan.fp8 and not self.question.opens_fp8:

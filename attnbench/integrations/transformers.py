@@ -22,7 +22,7 @@ from attnbench.problem.mask import Mask
 from .calls import Calls, chosen
 from .mask_tensors import MaskTensors, dense
 from .transformers_layer import asked_mask, asks_causal
-from .transformers_mask import Asked, Caller, LayerMask, UnservableError, told
+from .transformers_mask import Asked, Caller, LayerMask, UnservableError, layer_mask
 from .transformers_models import watch_models
 from .transformers_sequences import Sequences, named_lengths
 
@@ -149,7 +149,7 @@ def register(
         try:
             if window is None or window > 0:
                 caller = Caller() if is_compiling() else Caller.of(sys._getframe(1))
-                return told(Asked.of(*positions, **named), padding == "right", calls.hands_on, caller)
+                return layer_mask(Asked.of(*positions, **named), padding == "right", calls.hands_on, caller)
             # A window of no keys, for layers that the model does not have: Qwen2-MoE's default.
         except UnservableError as reason:
             calls.warn(str(reason))

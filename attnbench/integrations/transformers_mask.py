@@ -25,7 +25,7 @@ from attnbench.problem.mask import Mask
 from .mask_tensors import dense
 from .transformers_sequences import Sequences
 
-__all__ = ["Asked", "Caller", "LayerMask", "UnservableError", "told"]
+__all__ = ["Asked", "Caller", "LayerMask", "UnservableError", "layer_mask"]
 
 _BESIDE_CACHE = "packed sequences beside a cache, which transformers takes for one (use_cache=False tells them apart)"
 _Visible = Callable[..., Tensor]  # (batch, head, query, key) indices that broadcast, to whether the key is seen
@@ -167,7 +167,7 @@ class Caller(NamedTuple):
 _UNKNOWN_CALLER = Caller()
 
 
-def told(asked: Asked, right_padding: bool, hands_on: bool, caller: Caller = _UNKNOWN_CALLER) -> LayerMask | None:
+def layer_mask(asked: Asked, right_padding: bool, hands_on: bool, caller: Caller = _UNKNOWN_CALLER) -> LayerMask | None:
     """The mask, or None where SDPA would get none either.  Raises UnservableError.
 
     With ``right_padding``, causal batches padded at the right only count as causal.  Compiled code cannot read values:

@@ -17,7 +17,7 @@ __all__ = ["LONGEST_PLAN", "NumberOrInf", "PlanField", "Printable", "SpecField",
 LONGEST_PLAN = 200  # characters
 
 
-def _spec(value: object) -> AttentionSpec:
+def _spec(value: Any) -> AttentionSpec:
     return value if isinstance(value, AttentionSpec) else AttentionSpec.from_dict(value)
 
 

@@ -131,7 +131,7 @@ def _stale(evidence: Evidence) -> str | None:
                     "and none where they are not: it is not the same from call to call"
                 )
             return (
-                f"{tensor} is off by {_said(found)} where all inputs are negated, by {_said(max(before))} where they "
+                f"{tensor} is off by {_text(found)} where all inputs are negated, by {_text(max(before))} where they "
                 "are not: it keeps something from call to call"
             )
     return None
@@ -147,7 +147,7 @@ def _error(evidence: Evidence) -> str | None:
     if error <= evidence.bound:
         return None
     why = f" (values that are not finite: {nonfinite})" if nonfinite else ""
-    return f"the error of {tensor} on {family} inputs is {_said(error)}{why}, beyond {evidence.bound:g}"
+    return f"the error of {tensor} on {family} inputs is {_text(error)}{why}, beyond {evidence.bound:g}"
 
 
 def _too_good(evidence: Evidence) -> str | None:
@@ -161,7 +161,7 @@ def _too_good(evidence: Evidence) -> str | None:
         if pairs and all(error < _TOO_GOOD * floor for error, floor in pairs):
             error, floor = max(pairs, key=lambda pair: pair[0] / pair[1])
             return (
-                f"the error of {tensor} is {_said(error)} where its quantised operands alone make {_said(floor)}: "
+                f"the error of {tensor} is {_text(error)} where its quantised operands alone make {_text(floor)}: "
                 "it did not compute with them"
             )
     return None
@@ -183,7 +183,7 @@ def _one(
         for family, judgement in evidence.exact(tensor).items():
             worst = worst_of(judgement.detail)
             if worst > limit:
-                return f"one {part} of {tensor} on {family} inputs is off by {_said(worst)}, beyond {limit:.3g}"
+                return f"one {part} of {tensor} on {family} inputs is off by {_text(worst)}, beyond {limit:.3g}"
     return None
 
 
@@ -231,12 +231,12 @@ def _own(evidence: Evidence) -> str | None:
     if errors[family] <= limit:
         return None
     return (
-        f"out is off by {_said(errors[family])} from exact attention on its own quantised operands, on {family} inputs "
+        f"out is off by {_text(errors[family])} from exact attention on its own quantised operands, on {family} inputs "
         f"and no less on any other, beyond {limit:.3g}"
     )
 
 
-def _said(number: float) -> str:
+def _text(number: float) -> str:
     return f"{number:.3g}" if math.isfinite(number) else "infinite"
 
 

@@ -166,7 +166,7 @@ def test_a_question_that_stands_there_twice_is_an_error(path):
         (f'{{"schema": "{SCHEMA}"}}', "devices: Field required"),
         (f'{{"schema": "{SCHEMA}", "devices": {{}}, "choices": {{}}}}', "choices: .*array"),
         (f'{{"schema": "{SCHEMA}", "devices": {{}}, "choices": [], "more": 1}}', "more: Extra"),
-        ("[" * 100_000, "nested deeper"),
+        ("[" * 100_000, "nested 8 deep at most"),
         (
             json.dumps({"schema": SCHEMA, "devices": dict.fromkeys(map(str, range(99)), "CPU"), "choices": []}),
             "at most 16",
