@@ -1,4 +1,4 @@
-"""Padded batches for kernels of packed ones, against stand-ins: each row's tokens as if alone, and nothing beside them."""
+"""Padded batches for kernels of packed ones, against stand-ins: a row's tokens as if alone, and nothing beside them."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from attnbench.backends.flash_attention.fa3_operator import FORWARD, bound
 from attnbench.backends.flash_attention.fa3_origins import Library
 from attnbench.kernels.contract import ForwardKernel, Inputs
 from attnbench.problem.fp8 import Quantised
+from attnbench.problem.lengths import Lengths
 from attnbench.problem.mask import Mask
 from examples import examples
 
@@ -78,15 +79,15 @@ def test_places_are_found_once_and_again_when_the_lengths_change(monkeypatch: py
     whole, lengths, spec = batch.together(batch.parts())
     spec, forward = spec.replace(direction="forward"), FORWARDS["fa4:bf16"]
 
-    def out() -> torch.Tensor:
+    def out(lengths: Lengths) -> torch.Tensor:
         return forward.run(forward.prepare(Inputs(*whole[:3], lengths), spec)).out
 
-    before = out()
-    assert torch.equal(out(), before)
+    before = out(lengths)
+    assert torch.equal(out(lengths), before)
     assert len(made) == 2
     assert lengths.q is not None
     lengths.q[0] = 12
-    assert not out()[0, :, :-12].any()
+    assert not out(lengths)[0, :, :-12].any()
     assert len(made) == 3
     del lengths, made[:]
     gc.collect()
