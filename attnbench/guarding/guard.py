@@ -183,7 +183,7 @@ class Guard:
             return
         given = [x for each in self._prepared.given if (x := each()) is not None]
         turn = self._turn(execution, "gradients", grad_out) if len(given) == 3 else None
-        sample = None if turn is None else self._sampled(*turn, *given, operands.lengths)
+        sample = None if turn is None else self._sampled(*turn, given[0], given[1], given[2], operands.lengths)
         if sample is not None:
             sample.derived(grad_out, gradients)
 
@@ -255,7 +255,7 @@ class Guard:
                     return _Sample(self, case, call, groups, own, {}, rows.without_tensors())
                 groups = self._draw(pick_groups, case.spec)
                 whole = {"q": q, "k": k, "v": v} if self.save_to is not None else {}
-                kept = {name: x.detach().clone() for name, x in whole.items()}
+                kept: dict[str, Tensor | Quantised] = {name: x.detach().clone() for name, x in whole.items()}
                 return _Sample(self, case, call, groups, part(groups, q, k, v), kept)
         except Exception as error:  # memory, most likely: the program goes on without this check
             self._skip(type(error).__name__, str(error))

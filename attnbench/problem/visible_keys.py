@@ -48,7 +48,8 @@ class VisibleKeys(NamedTuple):
         used = (token >= begin_q) & (token < end_q)
         first = begin_kv if mask.left is None else torch.maximum(begin_kv, place - mask.left)
         stop = end_kv if mask.right is None else torch.minimum(end_kv, place + mask.right + 1)
-        first, stop = torch.broadcast_tensors(first, torch.where(used, stop, 0))
+        stop = torch.where(used, stop, 0)
+        first = first.expand(stop.shape)
         return cls(first, stop, None if used_kv is None else used, used_kv)
 
     def hidden(self, keys: Tensor, first: Tensor, stop: Tensor) -> Tensor:
