@@ -13,11 +13,13 @@ from torch import Tensor
 
 from attnbench.kernels.capabilities import Capabilities, Device
 from attnbench.kernels.contract import Backend, BackwardKernel, ForwardKernel, Inputs, Operands, Result, Saved, Whole
+from attnbench.problem.lengths_kind import BATCHES
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 
 from ..common.cuda_limits import cuda_refusals
 from ..common.declared_errors import DECLARED_GRADIENT_ERROR
+from ..common.each_sequence import answer_each, derive_each, prepare_each
 from ..common.installed import cuda_availability
 from ..common.layout import aligned
 from ..common.typed_kernel import TypedKernel
@@ -59,8 +61,10 @@ class _Efficient(TypedKernel):
         # Where a block of queries sees no key at all the forward writes no output, so empty rows are undefined.
         vector = 4 if precision == "fp32" else 8
         row = Capabilities(
-            dtypes=(precision,), capability=(8, 0), head_dims=(vector, 65536, vector), softcap=False, empty_rows=False
-        )
+            dtypes=(precision,), capability=(8, 0), head_dims=(vector, 65536, vector), softcap=False, empty_rows=False,
+            # One sequence after the other, which waits for the device: torch's varlen kernel serves 16 bits.
+            lengths=BATCHES if precision == "fp32" else (),
+        )  # fmt: skip
         return {"cuda": row}
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
@@ -85,12 +89,19 @@ class EfficientForward(_Efficient, ForwardKernel):
     evidence: Mapping[str, str] = {"cuda": r"fmha_cutlassF"}
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
-        """Views where the strides allow it; K and V are repeated for the heads of a group, which cannot share them."""
+        """Views where the strides allow it; K and V are repeated for the heads of a group, which cannot share them.
+
+        Sequences of unequal length come one after the other.
+        """
+        if inputs.lengths is not None:
+            return prepare_each(self, inputs, spec)
         q, k, v = inputs.unquantised()
         return Operands(spec, q, k, v, _inputs(q, k, v, spec))
 
     def run(self, operands: Operands) -> Result:
         """The operator; the rows that pad its log-sum-exp are cut off."""
+        if operands.lengths is not None:
+            return answer_each(self, operands)
         q, k, v, band = operands.native
         spec = operands.spec
         out, lse, *_ = torch.ops.aten._efficient_attention_forward(
@@ -134,6 +145,8 @@ class EfficientBackward(_Efficient, BackwardKernel):
 
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The operator, with the log-sum-exp padded as it reads it and the gradients of a group's keys added up."""
+        if saved.operands.lengths is not None:
+            return derive_each(self, saved, grad_out)
         spec, lse = saved.spec, saved.lse
         assert lse is not None
         q, k, v, band = _inputs(*saved.operands.tensors(), spec)
