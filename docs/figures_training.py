@@ -273,17 +273,20 @@ def ranks() -> Table:
     return ["GPUs", "parallel", "attention", "tokens/s", "memory per GPU", "scaling efficiency"], lines
 
 
-def learning(*folders: str) -> Table:
-    """Loss curves of FP8 attention against bf16, with the verdicts."""
+def learning(*groups: Sequence[str]) -> Table:
+    """Loss curves of FP8 attention against 16 bits, with the verdicts; a group of folders has one model and baseline."""
     lines = []
-    for arm, baseline, said in compare_arms(arms(*folders)):
-        assert None not in (said.gap, said.low, said.high), "they ended"
-        spread = f" ({said.low:+.2%} to {said.high:+.2%})"
-        lines.append(
-            [f"`{_named(arm.first)}`", str(len(arm.runs)), f"{baseline.end:.4f}", f"{arm.end:.4f}",
-             f"{said.gap:+.2%}{spread}", said.verdict]
-        )  # fmt: skip
-    return ["attention", "seeds", "loss, bf16", "loss", "gap", "verdict"], lines
+    for folders in groups:
+        for arm, baseline, said in compare_arms(arms(*folders)):
+            assert None not in (said.gap, said.low, said.high), "they ended"
+            gap = f"{said.gap:+.2%} ({said.low:+.2%} to {said.high:+.2%})"
+            found = [sign for run in arm.runs for sign in run.signs]
+            checks, breaches = sum(sign.checks for sign in found), sum(sign.breaches for sign in found)
+            guarded = f"{breaches} in {checks} checks" if checks else ""
+            size = f"{_part(arm.first)}, {arm.first.settings['seqlen']:,} tokens"
+            losses = [f"{each.end:.4f}" for each in (baseline, arm)]
+            lines.append([size, f"`{_named(arm.first)}`", str(len(arm.runs)), *losses, gap, said.verdict, guarded])
+    return ["model", "attention", "seeds", "loss, 16 bits", "loss", "gap", "verdict", "breaches"], lines
 
 
 def scatter() -> float:
