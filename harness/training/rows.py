@@ -113,6 +113,8 @@ class WarningSign(BaseModel):
     ``kurtosis_q`` and ``kurtosis_k`` are E[x⁴] / E[x²]² over a head (3 for normal numbers, more with outliers);
     ``ds_underflow`` maps e4m3 and e5m2 to the share of the nonzero entries of dS that one scale for the tensor would
     flush to zero, estimated on some rows.  ``gradient_norm`` is the norm of dQ, dK and dV of all modules together.
+    ``checks`` are those of a guard in this pass, ``breaches`` what it found beyond its bound, from these and earlier
+    checks; none of attention that it does not see, such as torch's own.
     """
 
     model_config = _strict
@@ -122,6 +124,8 @@ class WarningSign(BaseModel):
     kurtosis_k: _Any
     ds_underflow: dict[Literal["e4m3", "e5m2"], _Fraction]
     gradient_norm: _Any
+    checks: Count = 0
+    breaches: Count = 0
 
 
 class TrainingRun(BaseModel):
