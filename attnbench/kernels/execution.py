@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from .sinks import gradient_of_sinks, with_sinks
 
 __all__ = ["Execution", "Underived", "as_written"]
 
-_MOST_KEPT = 3  # tensors of an operand
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
@@ -112,40 +111,43 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         """``inputs`` holds q, k, v and sinks, which torch wants one by one: gradients flow into them."""
         operands, (out, lse, state) = execution.answer(inputs)
-        q_, k_, v_ = _Kept.of(operands.q), _Kept.of(operands.k), _Kept.of(operands.v)
-        ctx.spec, ctx.kept = operands.spec, (q_.of_what, k_.of_what, v_.of_what)
+        lengths = operands.lengths
         # Through save_for_backward, so that torch sees a tensor that is changed before the
         # backward reads it; the private state belongs to the kernel.
-        lengths = operands.lengths
-        own = (None, None) if lengths is None else (lengths.q, None if lengths.square else lengths.kv)
-        ctx.lengths = None if lengths is None else (lengths.square, replace(lengths, q=None, kv=None))
-        ctx.places = _save(ctx, (*q_.tensors, *k_.tensors, *v_.tensors, *own, sinks, out, lse))
-        ctx.state, ctx.execution = state, execution
+        saved: list[Tensor | None] = [out, lse, sinks]
+        if lengths is not None:
+            saved += lengths.q, lengths.kv
+            lengths = replace(lengths, q=None, kv=None)
+        rests = [_rest_of(x, saved) for x in (operands.q, operands.k, operands.v)]
+        ctx.places = _save(ctx, saved)
         watcher = watching.active
-        ctx.sample = None if watcher is None or sinks is not None else watcher.sample(execution, inputs)
+        sample = None if watcher is None or sinks is not None else watcher.sample(execution, inputs)
+        ctx.others = operands.spec, rests, lengths, state, execution, sample
         if lse is not None:
             ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)  # no zeros for the log-sum-exp, which would be a launch in every backward
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_out: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         unique = ctx.saved_tensors
-        all_saved: list[Any] = [None if place is None else unique[place] for place in ctx.places]
-        *tensors, own_q, own_kv, sinks, out, lse = all_saved
-        lengths = None
-        if ctx.lengths is not None:
-            square, facts = ctx.lengths
-            lengths = replace(facts, q=own_q, kv=own_q if square else own_kv)
-        q, k, v = (
-            _Kept(tensors[i * _MOST_KEPT : (i + 1) * _MOST_KEPT], of_what).operand()
-            for i, of_what in enumerate(ctx.kept)
-        )
+        saved = iter([None if place is None else unique[place] for place in ctx.places])
+        spec, rests, lengths, state, execution, sample = ctx.others
+        out, lse, sinks = next(saved), next(saved), next(saved)
+        assert out is not None, "every forward has one"
+        if grad_out is None:  # what comes after has none to give
+            grad_out = torch.zeros_like(out)
+        if lengths is not None:
+            lengths = replace(lengths, q=next(saved), kv=next(saved))
+        q, k, v = [_operand(rest, saved) for rest in rests]
         with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
-            saved = Saved(Operands(ctx.spec, q, k, v, lengths=lengths), out, lse, ctx.state)
-            gradients: tuple[Tensor, ...] = ctx.execution.gradients(saved, grad_out)
-            if ctx.sample is not None:
-                ctx.sample.derived(grad_out, gradients)
+            gradients: tuple[Tensor, ...] = execution.gradients(
+                Saved(Operands(spec, q, k, v, lengths=lengths), out, lse, state), grad_out
+            )
+            if sample is not None:
+                sample.derived(grad_out, gradients)
             if sinks is not None:
+                assert lse is not None, "sinks are added to a log-sum-exp"
                 gradients = (*gradients, gradient_of_sinks(sinks, out, lse, grad_out))
         wanted = zip(gradients, ctx.needs_input_grad, strict=False)
         found = [gradient if needed else None for gradient, needed in wanted]
@@ -179,36 +181,41 @@ class Underived(torch.autograd.Function):
 
 def _save(ctx: Any, tensors: Sequence[Tensor | None]) -> list[int | None]:
     """Save each tensor once: a hook may move what is saved elsewhere.  Returns each one's place among those saved."""
-    found: list[Tensor] = []
     known: dict[int, int] = {}
+    found: list[Tensor] = []
+    places: list[int | None] = []
     for x in tensors:
-        if x is not None and id(x) not in known:
-            known[id(x)] = len(found)
+        if x is None:
+            places.append(None)
+            continue
+        place = known.setdefault(id(x), len(found))
+        if place == len(found):
             found.append(x)
+        places.append(place)
     ctx.save_for_backward(*found)
-    return [None if x is None else known[id(x)] for x in tensors]
+    return places
 
 
-class _Kept(NamedTuple):
-    """An operand as autograd keeps it: three tensors or None, and the class and other fields of a quantised one."""
+_Rest = tuple[type[Quantised], dict[str, Any]] | None
 
-    tensors: Sequence[Tensor | None]
-    of_what: tuple[type[Quantised], dict[str, Any]] | None
 
-    @classmethod
-    def of(cls, x: Tensor | Quantised) -> _Kept:
-        if isinstance(x, Quantised):
-            names = x.kept
-            # First: an operand may hold what it makes them of until they are read.
-            tensors = [getattr(x, name) for name in names] + [None] * (_MOST_KEPT - len(names))
-            return cls(tensors, (type(x), {name: value for name, value in vars(x).items() if name not in names}))
-        return cls((x, None, None), None)
+def _rest_of(x: Tensor | Quantised, tensors: list[Tensor | None]) -> _Rest:
+    """Adds what is a tensor of an operand to those; returns the class and other fields of a quantised one."""
+    if not isinstance(x, Quantised):
+        tensors.append(x)
+        return None
+    for name in x.kept:  # first: an operand may hold what it makes them of until they are read
+        tensors.append(getattr(x, name))
+    return type(x), {name: value for name, value in vars(x).items() if name not in x.kept}
 
-    def operand(self) -> Tensor | Quantised:
-        if self.of_what is None:
-            assert self.tensors[0] is not None
-            return self.tensors[0]
-        kind, others = self.of_what
-        made = object.__new__(kind)
-        vars(made).update(others, **dict(zip(kind.kept, self.tensors, strict=False)))  # the class is frozen
-        return made
+
+def _operand(rest: _Rest, tensors: Iterator[Tensor | None]) -> Tensor | Quantised:
+    """The operand that this was the rest of, of the next of these."""
+    if rest is None:
+        whole = next(tensors)
+        assert whole is not None, "every forward has three operands"
+        return whole
+    kind, others = rest
+    made = object.__new__(kind)
+    vars(made).update(others, **{name: next(tensors) for name in kind.kept})  # the class is frozen
+    return made

@@ -52,8 +52,8 @@ class Quantised:
     """An FP8 tensor that stands for ``data * descale``, rotated back, plus ``mean``.
 
     ``data`` is (B, H, S, D) in float8; ``descale`` is fp32 and broadcasts to it; ``mean`` (B, H, 1, D) was subtracted
-    before quantising, None if nothing was.  ``kept`` names the attributes that are tensors, at most three, of which the
-    others can be made.
+    before quantising, None if nothing was.  ``kept`` names the attributes that are tensors, of which the others can be
+    made.
     """
 
     kept: ClassVar[tuple[str, ...]] = ("data", "descale", "mean")

@@ -124,7 +124,7 @@ class Prepared(NamedTuple):
     k_scale: Tensor | Piece
     v_scale: Tensor | Piece
     turn: Tensor | None
-    sums: Tensor | None
+    sums: Tensor | Piece | None
     lengths: Lengths | None = None
 
     def tiles(self, side: Literal["q", "kv"], block: int) -> Tensor | None:

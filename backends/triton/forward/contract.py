@@ -23,7 +23,6 @@ from attnbench.problem.spec import GRANULARITIES, AttentionSpec
 from ...common.declared_errors import STEADY
 from ..interpreter import alone, misplaced
 from ..quantise.deferred import Deferred
-from ..quantise.stored import pieces
 from .tiles import HEAD_DIMS, WIDE_SCORES, Tile, head_class, one_pass_tile, tile_of
 
 if TYPE_CHECKING:
@@ -93,8 +92,7 @@ class TritonForward(ForwardKernel):
         plan: Plan = plans.plan(self.recipe, spec, *self._where(spec, q, lengths), *map(_outline, (q, k, v)))
         with alone(device):
             of_q, of_k, of_v = plan.quantised((q, k, v), lengths)
-        turned = self.recipe.rotation == "hadamard"
-        q_, k_ = of_q.operand(self.recipe, rotated=turned), of_k.operand(self.recipe, rotated=turned)
+        q_, k_ = of_q.operand(self.recipe), of_k.operand(self.recipe)
         v_ = self._of_values(v, of_v, spec, lengths)
         if plan.layout is not None:
             return Operands(spec, q_, k_, v_, plan.native(device, of_q, of_k, of_v, lengths), lengths)
@@ -251,7 +249,7 @@ class TritonOnePass(TritonForward):
 def check_plain(name: str, q: Quantised, k: Quantised, v: Quantised) -> None:
     """Raise InputError unless Q, K and V are e4m3, none smoothed, and Q and K rotated together or not at all."""
     for label, x in {"q": q, "k": k, "v": v}.items():
-        dtype = pieces(x)[0].dtype
+        dtype = x.data.dtype
         if dtype != torch.float8_e4m3fn:
             raise InputError(f"{name} computes in e4m3, {label} is {dtype}")
         if x.mean is not None:

@@ -93,14 +93,14 @@ class Quantisation:
             ordered = interleaved(ordered, back=True)
         return ordered[..., : self.length].mT
 
-    def operand(self, recipe: Recipe, *, rotated: bool = False, block: int = BLOCK) -> Quantised:
+    def operand(self, recipe: Recipe, *, block: int = BLOCK) -> Quantised:
         """The same as ``problem.fp8`` has it, with a block's scale at each of its ``block`` tokens; tensors are made
         when read.
         """
 
         places, granularity = self._places, recipe.granularity
-        if places.stored is not None and granularity != "block" and self.mean is None:
-            return Stored.of(self._kept.block, places.stored, granularity, rotated)
+        if places.stored is not None:
+            return Stored.of(self._kept.block, places.stored)
 
         def of_tokens() -> Tensor:
             descale = self.descale
@@ -108,6 +108,7 @@ class Quantisation:
                 return descale.repeat_interleave(block, dim=2)[:, :, : self.length]
             return descale
 
+        rotated = places.signs is not None
         return Deferred.of(lambda: self.data, of_tokens, granularity, rotated=rotated, mean=self.mean)
 
     def job(self, x: Tensor, tiles: Tensor | None) -> Job:
