@@ -47,7 +47,8 @@ class Execution:
     def __call__(self, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
         """(out, lse) of the inputs; out carries gradients where the spec asks for training."""
         if self.backward is None:
-            return self.answer(inputs)[1][:2]
+            _, (out, lse, _) = self.answer(inputs)
+            return out, lse
         out, lse = _recorded(*inputs.unquantised(), inputs.sinks, inputs, self)  # type: ignore[no-untyped-call]
         return out, lse
 
@@ -61,10 +62,10 @@ class Execution:
         if inputs.sinks is not None:
             operands, result = self.without_sinks.answer(inputs._replace(sinks=None))
             return operands, with_sinks(result, inputs.sinks)
-        forward, on_gpu = self.forward, inputs.is_cuda
-        if on_gpu:
+        forward = self.forward
+        if inputs.is_cuda:
             bind(inputs.device)
-        if _is_any_autocast_enabled() and torch.is_autocast_enabled("cuda" if on_gpu else "cpu"):
+        if _is_any_autocast_enabled():
             with as_written(inputs.device):
                 operands = forward.prepare(inputs, self.spec)
                 result = forward.run(operands)
