@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from attnbench.problem.spec import GRANULARITIES, AttentionSpec
 from ...common.declared_errors import STEADY
 from ..interpreter import alone, misplaced
 from ..quantise.deferred import Deferred
+from ..quantise.stored import Form, Stored
 from .tiles import HEAD_DIMS, WIDE_SCORES, Tile, head_class, one_pass_tile, tile_of
 
 if TYPE_CHECKING:
@@ -102,7 +103,8 @@ class TritonForward(ForwardKernel):
             return made[0].operand(recipe), made[1].operand(recipe), self._of_values(v, made[2], spec, lengths)
 
         if plan.layout is not None:
-            return Quantising(spec, operands, plan.native(device, None, made, lengths), lengths)
+            forms = plan.quantising.forms if spec.training else ()
+            return Quantising(spec, operands, plan.native(device, None, made, lengths), lengths, made.kept.block, forms)
         (forward, _), (q_, k_, v_) = _modules(), operands()
         of = forward.Operand
         sides = of(q_.data, q_.descale), of(k_.data, k_.descale), of(made[2].transposed, v_.descale)
@@ -269,9 +271,17 @@ class Quantising(Operands):
 
     def __init__(
         self, spec: AttentionSpec, make: Callable[[], tuple[Quantised, Quantised, Quantised]], native: Native,
-        lengths: Lengths | None,
+        lengths: Lengths | None, block: Tensor, forms: tuple[Form | None, ...],
     ) -> None:  # fmt: skip
+        """``forms``: how Q, K and V lie in the block for a backward."""
         self.spec, self.native, self.lengths, self._make = spec, native, lengths, make
+        self._block, self._forms = block, forms
+
+    def apart(self) -> tuple[list[Tensor | None], Callable[[Iterator[Tensor | None]], Operands]]:
+        """The block alone, where they lie in one."""
+        if self.lengths is not None or not self._forms or None in self._forms:
+            return super().apart()
+        return [self._block], partial(_in_block, self.spec, self._forms)
 
     @cached_property
     def _made(self) -> tuple[Quantised, Quantised, Quantised]:
@@ -291,6 +301,12 @@ class Quantising(Operands):
     def v(self) -> Quantised:  # type: ignore[override]
         """(B, Hkv, Skv, Dv)."""
         return self._made[2]
+
+
+def _in_block(spec: AttentionSpec, forms: tuple[Form, Form, Form], tensors: Iterator[Tensor | None]) -> Operands:
+    block, (q, k, v) = next(tensors), forms
+    assert block is not None, "it was kept"
+    return Operands(spec, Stored.of(block, q), Stored.of(block, k), Stored.of(block, v))
 
 
 def check_plain(name: str, q: Quantised, k: Quantised, v: Quantised) -> None:

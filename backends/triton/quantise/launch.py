@@ -179,19 +179,19 @@ class Written:
     ``begins``: of each the addresses of rows, transposed copy, descale and partial magnitudes, None for nothing.
     """
 
-    __slots__ = ("_kept", "_layout", "_means", "_scratch", "begins")
+    __slots__ = ("_layout", "_means", "_scratch", "begins", "kept")
 
     def __init__(
         self, layout: Layout, kept: Memory, scratch: Memory, means: Sequence[Tensor | None],
         begins: Sequence[tuple[Any, ...]],
     ) -> None:  # fmt: skip
         """``means``: what was subtracted of each; empty where nothing was."""
-        self._layout, self._kept, self._scratch, self._means, self.begins = layout, kept, scratch, means, begins
+        self._layout, self.kept, self._scratch, self._means, self.begins = layout, kept, scratch, means, begins
 
     def __getitem__(self, place: int) -> Quantisation:
         outline, places = self._layout.outlines[place], self._layout.places[place]
         mean = self._means[place] if self._means else None
-        return Quantisation(outline, places, self._kept, self._scratch, mean)
+        return Quantisation(outline, places, self.kept, self._scratch, mean)
 
     def __len__(self) -> int:
         return len(self.begins)
