@@ -97,12 +97,7 @@ class Inputs(NamedTuple):
     @property
     def device(self) -> torch.device:
         """Where the tensors are."""
-        return self.q.data.device if isinstance(self.q, Quantised) else self.q.device
-
-    @property
-    def is_cuda(self) -> bool:
-        """Whether that is a GPU."""
-        return self.q.data.is_cuda if isinstance(self.q, Quantised) else self.q.is_cuda
+        return self.q.device
 
 
 @dataclass(eq=False)  # a frozen one takes three times as long to make, in every call

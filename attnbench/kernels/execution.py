@@ -62,7 +62,7 @@ class Execution:
             operands, result = self.without_sinks.answer(inputs._replace(sinks=None))
             return operands, with_sinks(result, inputs.sinks)
         forward = self.forward
-        if inputs.is_cuda:
+        if inputs.q.is_cuda:
             bind(inputs.device)
         if _is_any_autocast_enabled():
             with as_written(inputs.device):

@@ -73,23 +73,20 @@ def _cpu_causal(spec: AttentionSpec) -> bool:
 
 
 class _OnCpu(NamedTuple):
-    """What calls of a spec share on a CPU: whether the operator's own causal mask serves, whether it needs one as a
-    tensor, whether some query sees no key.
-    """
+    """What calls of a spec share on a CPU: whether the operator's causal mask serves, or a tensor is needed."""
 
     causal: bool
     masked: bool
-    empty: bool
-
-    def mask(self, spec: AttentionSpec, q: Tensor) -> Tensor | None:
-        """The tensor that it needs."""
-        return dense_mask(spec.mask, spec.seqlen_q, spec.seqlen_kv, q.dtype, q.device) if self.masked else None
 
 
 @lru_cache(maxsize=1024)
 def _on_cpu(spec: AttentionSpec) -> _OnCpu:
     causal = _cpu_causal(spec)
-    return _OnCpu(causal, spec.mask.kind != "none" and not causal, spec.has_empty_rows)
+    return _OnCpu(causal, spec.mask.kind != "none" and not causal)
+
+
+def _cpu_mask(spec: AttentionSpec, q: Tensor) -> Tensor | None:
+    return dense_mask(spec.mask, spec.seqlen_q, spec.seqlen_kv, q.dtype, q.device)
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -121,8 +118,9 @@ class FlashForward(_Flash, ForwardKernel):
             return Operands(spec, q, k, v, (*_cuda_inputs(q, k, v, spec), _on_cuda(spec)), inputs.lengths)
         if inputs.lengths is not None:
             return prepare_each(self, inputs, spec)
-        shared = _on_cpu(spec)
-        return Operands(spec, q, k, v, (_readable(q), _readable(k), _readable(v), shared.causal, shared.mask(spec, q)))
+        causal, masked = _on_cpu(spec)
+        mask = _cpu_mask(spec, q) if masked else None
+        return Operands(spec, q, k, v, (_readable(q), _readable(k), _readable(v), causal, mask))
 
     def run(self, operands: Operands) -> Result:
         """The operator; rows without a key get the log-sum-exp minus infinity, which neither operator gives them."""
@@ -268,13 +266,14 @@ def _backward_cpu(saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tenso
     spec, lse = saved.spec, saved.lse
     assert lse is not None
     inputs = [_readable(x) for x in (grad_out, *saved.operands.tensors(), saved.out)]
-    shared = _on_cpu(spec)
+    causal, masked = _on_cpu(spec)
+    mask = _cpu_mask(spec, inputs[1]) if masked else None
     lse = lse.to(torch.float64 if spec.dtype == "fp64" else torch.float32)
     if spec.has_empty_rows:
         lse = lse.masked_fill(lse == -math.inf, 0.0)  # as the operator's forward has it; infinity would become NaN
     with full_fp32(lse) if spec.dtype == "fp32" else _NOTHING:
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
-            *inputs, lse, 0.0, shared.causal, attn_mask=shared.mask(spec, inputs[1]), scale=spec.scale
+            *inputs, lse, 0.0, causal, attn_mask=mask, scale=spec.scale
         )
     return dq, dk, dv
 
