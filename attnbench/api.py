@@ -8,7 +8,7 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
@@ -120,7 +120,7 @@ def attention(
             if intercepted(q, k, v):
                 return operators.attention(Question(q, k, v, *others))
             q, k, v = as_autocast(*plain(q, k, v))
-        training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        training = is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         wish, variable = asked_in_context(), asked_in_environment()
         key = key_of(q, k, v, others, training, wish, variable)
         execution = executions.entries.get(key)

@@ -96,6 +96,18 @@ class AttentionSpec:
         shortened = self.mask.canonical if self._aligned else self.mask.canonical_within
         object.__setattr__(self, "mask", shortened(self.seqlen_q, self.seqlen_kv))
 
+    def __hash__(self) -> int:
+        """That of the fields, computed once: several look-ups of every call have the spec in their keys."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, each.name) for each in fields(self)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields alone: strings have another hash in another process."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
     @classmethod
     def make(
         cls,
