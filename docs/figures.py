@@ -288,7 +288,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "forward-errors": forward_errors,
     "guard-rows": guard_rows,
     "ladder": ladder,
-    "learning": lambda: _table(*training.learning("learning/te", "learning/triton")),
+    "learning": lambda: _table(*training.learning(("learning/te", "learning/triton"))),
     "learning-rules": learning_rules,
     "models": models,
     "lengths": lengths,

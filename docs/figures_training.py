@@ -179,7 +179,9 @@ def turns(part: str, results: Path = RESULTS) -> list[list[TrainingRun]]:
         for run in read_runs(path):
             if run.settings.get("interleaved"):
                 said = run.settings
-                found.setdefault((path, said["size"], said["seqlen"], said["batch"], said["packing"]), []).append(run)
+                found.setdefault((path, said["size"], said["seqlen"], said["batch"], said.get("packing")), []).append(
+                    run
+                )
     return list(found.values())
 
 
@@ -192,7 +194,7 @@ def vit(results: Path = RESULTS) -> Table:
             said = run.settings
             named = "its own" if said["block"] == "te" else _choice(run)
             how = ", ".join(each for each, on in (("compiled", said["compile"]), ("graph", _replayed(run))) if on)
-            own = _ratio(_times_as_fast(run, plain.get(_replayed(run))))
+            own = _over(run, plain.get(_replayed(run)))
             lines.append([_gpus(run), str(said["batch"]), said["block"], said["linears"], named, how or "launched",
                           *_speed(run), own])  # fmt: skip
     heads = ["GPU", "images a step", "block", "linears", "attention", "how", "step", "a second", "memory"]
@@ -214,7 +216,7 @@ def recipe(results: Path = RESULTS) -> Table:
     for cell in turns("recipe", results):
         for run in cell:
             compiled = "compiled" if run.settings["compile"] else "launched"
-            own = _ratio(_times_as_fast(run, cell[0]))
+            own = _over(run, cell[0])
             share = "" if run.attention is None else f"{run.attention.share:.0%}"
             plan = _plans(run)
             named = _choice(run) if _choice(run).strip("`") == plan.strip("`") else f"{_choice(run)}: {plan}"
@@ -232,12 +234,13 @@ def policies(results: Path = RESULTS) -> Table:
             end = float(np.mean(run.loss[-(len(run.loss) // 5) :])) if run.status == "ok" else float("nan")
             first = float(np.mean(cell[0].loss[-(len(cell[0].loss) // 5) :]))
             gap = "" if run is cell[0] else f" ({end / first - 1:+.2%})"
-            own = _ratio(_times_as_fast(run, cell[0]))
+            own = _over(run, cell[0])
             lines.append([_gpus(run), f"`{policy}`", *_POLICIES[policy], *_speed(run), own, f"{end:.4f}{gap}"])
     heads = ["GPU", "policy", "weights", "passes", "updated", "step", "a second", "memory"]
     return [*heads, "times as fast as the first", "loss of the last fifth"], lines
 
 
+_TIMED = ("ok", "unfinished")  # fewer rounds than were asked for are rounds
 _POLICIES = {  # harness/training/run/policy.py
     "bf16": ("bf16", "bf16", "bf16"),
     "autocast": ("fp32", "bf16", "fp32"),
@@ -252,9 +255,14 @@ def _choice(run: TrainingRun) -> str:
     return name if name.startswith(("auto", "sdpa")) and name != "sdpa-flash" else f"`{name}`"
 
 
+def _over(run: TrainingRun, other: TrainingRun | None) -> str:
+    """How many times as fast as the other it is, if it did not fail."""
+    return _ratio(_times_as_fast(run, other)) if run.status in _TIMED else ""
+
+
 def _speed(run: TrainingRun) -> list[str]:
-    """Its step, its units a second and its memory; the reason of a run that failed."""
-    if run.status != "ok" or run.units_per_second is None:
+    """Its step, its units a second and its memory, or how it failed."""
+    if run.status not in _TIMED or run.units_per_second is None:
         return [run.status, "", ""]
     memory = "" if run.memory_bytes is None else f"{run.memory_bytes / 2**30:.1f} GiB"
     return [f"{run.median_ms:,.1f} ms", f"{run.units_per_second:,.0f}", memory]
@@ -273,17 +281,20 @@ def ranks() -> Table:
     return ["GPUs", "parallel", "attention", "tokens/s", "memory per GPU", "scaling efficiency"], lines
 
 
-def learning(*folders: str) -> Table:
-    """Loss curves of FP8 attention against bf16, with the verdicts."""
+def learning(*groups: Sequence[str]) -> Table:
+    """Loss curves of FP8 attention against 16 bits, with the verdicts; the folders of a group have one baseline."""
     lines = []
-    for arm, baseline, said in compare_arms(arms(*folders)):
-        assert None not in (said.gap, said.low, said.high), "they ended"
-        spread = f" ({said.low:+.2%} to {said.high:+.2%})"
-        lines.append(
-            [f"`{_named(arm.first)}`", str(len(arm.runs)), f"{baseline.end:.4f}", f"{arm.end:.4f}",
-             f"{said.gap:+.2%}{spread}", said.verdict]
-        )  # fmt: skip
-    return ["attention", "seeds", "loss, bf16", "loss", "gap", "verdict"], lines
+    for folders in groups:
+        for arm, baseline, said in compare_arms(arms(*folders)):
+            assert None not in (said.gap, said.low, said.high), "they ended"
+            gap = f"{said.gap:+.2%} ({said.low:+.2%} to {said.high:+.2%})"
+            found = [sign for run in arm.runs for sign in run.signs]
+            checks, breaches = sum(sign.checks for sign in found), sum(sign.breaches for sign in found)
+            guarded = f"{breaches} in {checks} checks" if checks else ""
+            size = f"{_part(arm.first)}, {arm.first.settings['seqlen']:,} tokens"
+            losses = [f"{each.end:.4f}" for each in (baseline, arm)]
+            lines.append([size, f"`{_named(arm.first)}`", str(len(arm.runs)), *losses, gap, said.verdict, guarded])
+    return ["model", "attention", "seeds", "loss, 16 bits", "loss", "gap", "verdict", "breaches"], lines
 
 
 def scatter() -> float:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch._C import _is_any_autocast_enabled
 
-from ..problem.fp8 import Quantised
 from ..problem.spec import AttentionSpec
 from .contract import BackwardKernel, ForwardKernel, Inputs, Operands, Result, Saved, Whole
 from .devices import bind
@@ -46,11 +45,12 @@ class Execution:
 
     def __call__(self, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
         """(out, lse) of the inputs; out carries gradients where the spec asks for training."""
-        whole = self._whole_on_gpu if inputs.is_cuda else self._whole_on_cpu
+        whole = self._whole_on_gpu if inputs.q.is_cuda else self._whole_on_cpu
         if whole is not None and watching.active is None and not _is_any_autocast_enabled():
             return whole(*inputs[:3])  # type: ignore[arg-type]  # a spec with descales has none
         if self.backward is None:
-            return self.answer(inputs)[1][:2]
+            _, (out, lse, _) = self.answer(inputs)
+            return out, lse
         out, lse = _recorded(*inputs.unquantised(), inputs.sinks, inputs, self)  # type: ignore[no-untyped-call]
         return out, lse
 
@@ -80,10 +80,10 @@ class Execution:
         if inputs.sinks is not None:
             operands, result = self.without_sinks.answer(inputs._replace(sinks=None))
             return operands, with_sinks(result, inputs.sinks)
-        forward, on_gpu = self.forward, inputs.is_cuda
-        if on_gpu:
+        forward = self.forward
+        if inputs.q.is_cuda:
             bind(inputs.device)
-        if _is_any_autocast_enabled() and torch.is_autocast_enabled("cuda" if on_gpu else "cpu"):
+        if _is_any_autocast_enabled():
             with as_written(inputs.device):
                 operands = forward.prepare(inputs, self.spec)
                 result = forward.run(operands)
@@ -130,18 +130,13 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         """``inputs`` holds q, k, v and sinks, which torch wants one by one: gradients flow into them."""
         operands, (out, lse, state) = execution.answer(inputs)
-        lengths = operands.lengths
+        kept, together = operands.apart()
         # Through save_for_backward, so that torch sees a tensor that is changed before the
         # backward reads it; the private state belongs to the kernel.
-        saved: list[Tensor | None] = [out, lse, sinks]
-        if lengths is not None:
-            saved += lengths.q, lengths.kv
-            lengths = replace(lengths, q=None, kv=None)
-        rests = [_rest_of(x, saved) for x in (operands.q, operands.k, operands.v)]
-        ctx.places = _save(ctx, saved)
+        ctx.places = _save(ctx, (out, lse, sinks, *kept))
         watcher = watching.active
         sample = None if watcher is None or sinks is not None else watcher.sample(execution, inputs)
-        ctx.others = operands.spec, rests, lengths, state, execution, sample
+        ctx.others = together, state, execution, sample
         if lse is not None:
             ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)  # no zeros for the log-sum-exp, which would be a launch in every backward
@@ -151,18 +146,14 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         unique = ctx.saved_tensors
         saved = iter([None if place is None else unique[place] for place in ctx.places])
-        spec, rests, lengths, state, execution, sample = ctx.others
+        together, state, execution, sample = ctx.others
         out, lse, sinks = next(saved), next(saved), next(saved)
         assert out is not None, "every forward has one"
         if grad_out is None:  # what comes after has none to give
             grad_out = torch.zeros_like(out)
-        if lengths is not None:
-            lengths = replace(lengths, q=next(saved), kv=next(saved))
-        q, k, v = [_operand(rest, saved) for rest in rests]
+        operands = together(saved)
         with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
-            gradients: tuple[Tensor, ...] = execution.gradients(
-                Saved(Operands(spec, q, k, v, lengths=lengths), out, lse, state), grad_out
-            )
+            gradients: tuple[Tensor, ...] = execution.gradients(Saved(operands, out, lse, state), grad_out)
             if sample is not None:
                 sample.derived(grad_out, gradients)
             if sinks is not None:
@@ -213,28 +204,3 @@ def _save(ctx: Any, tensors: Sequence[Tensor | None]) -> list[int | None]:
         places.append(place)
     ctx.save_for_backward(*found)
     return places
-
-
-_Rest = tuple[type[Quantised], dict[str, Any]] | None
-
-
-def _rest_of(x: Tensor | Quantised, tensors: list[Tensor | None]) -> _Rest:
-    """Adds what is a tensor of an operand to those; returns the class and other fields of a quantised one."""
-    if not isinstance(x, Quantised):
-        tensors.append(x)
-        return None
-    for name in x.kept:  # first: an operand may hold what it makes them of until they are read
-        tensors.append(getattr(x, name))
-    return type(x), {name: value for name, value in vars(x).items() if name not in x.kept}
-
-
-def _operand(rest: _Rest, tensors: Iterator[Tensor | None]) -> Tensor | Quantised:
-    """The operand that this was the rest of, of the next of these."""
-    if rest is None:
-        whole = next(tensors)
-        assert whole is not None, "every forward has three operands"
-        return whole
-    kind, others = rest
-    made = object.__new__(kind)
-    vars(made).update(others, **{name: next(tensors) for name in kind.kept})  # the class is frozen
-    return made

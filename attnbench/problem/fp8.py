@@ -63,6 +63,16 @@ class Quantised:
     rotated: bool = False
     mean: Tensor | None = None
 
+    @property
+    def device(self) -> torch.device:
+        """As a tensor's."""
+        return self.data.device
+
+    @property
+    def is_cuda(self) -> bool:
+        """As a tensor's."""
+        return self.data.is_cuda
+
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """The value of the tensor, (B, H, S, D) in ``dtype``, computed in fp32 (fp64 for fp64)."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32

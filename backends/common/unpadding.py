@@ -36,7 +36,7 @@ def unpads_forward(*natively: str) -> Callable[[type[_Forward]], type[_Forward]]
         prepare, run = kind.prepare, kind.run
 
         @wraps(prepare)
-        def prepare_unpadded(self: _Forward, inputs: Inputs, spec: AttentionSpec) -> Operands:
+        def prepare_unpadded(self: ForwardKernel, inputs: Inputs, spec: AttentionSpec) -> Operands:
             if inputs.lengths is None or not _padded(inputs.lengths, inputs.device, natively):
                 return prepare(self, inputs, spec)
             q, k, v = inputs.unquantised()
@@ -52,7 +52,7 @@ def unpads_forward(*natively: str) -> Callable[[type[_Forward]], type[_Forward]]
             return kept
 
         @wraps(run)
-        def run_unpadded(self: _Forward, operands: Operands) -> Result:
+        def run_unpadded(self: ForwardKernel, operands: Operands) -> Result:
             if not isinstance(operands.native, _Unpadded):
                 return run(self, operands)
             inner, batch = operands.native
@@ -72,7 +72,7 @@ def unpads_backward(*natively: str) -> Callable[[type[_Backward]], type[_Backwar
         run = kind.run
 
         @wraps(run)
-        def run_unpadded(self: _Backward, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        def run_unpadded(self: BackwardKernel, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             lengths = saved.operands.lengths
             if lengths is None or not _padded(lengths, grad_out.device, natively):
                 return run(self, saved, grad_out)
@@ -118,8 +118,8 @@ class _Side(NamedTuple):
         """(B, H, S, ...) of x (1, H, T, ...), with ``filling`` at what is not used."""
         tokens = x[0].transpose(0, 1)
         if self.back is None or self.unused is None:
-            return tokens.unflatten(0, self.sizes).transpose(1, 2)
-        found = tokens.index_select(0, self.back).unflatten(0, self.sizes)
+            return tokens.view(*self.sizes, *tokens.shape[1:]).transpose(1, 2)
+        found = tokens.index_select(0, self.back).view(*self.sizes, *tokens.shape[1:])
         return found.masked_fill_(self.unused.view(*self.sizes, *[1] * (found.ndim - 2)), filling).transpose(1, 2)
 
 

@@ -22,7 +22,7 @@ from ..common.cudnn_attention import BACKWARD_SIZE, PEAK, PRECISIONS, cudnn_vers
 from ..common.installed import versions_of
 from ..common.layout import aligned, padded, tokens
 from ..common.unpadding import unpads_backward, unpads_forward
-from .graphs import OUTPUTS, Band, Graph, Layout, Question, graph_of, inputs_of, laid_out
+from .graphs import OUTPUTS, Band, Graph, Question, TensorLayout, graph_of, inputs_of, laid_out
 from .packed import described, lengths_of, outputs_of
 from .scales import descale_of, gradient_bounds, too_long
 
@@ -67,8 +67,8 @@ def _readable(x: Tensor) -> Tensor:
     return aligned(laid_out(x))
 
 
-def _graph(node: str, inputs: Mapping[str, Tensor], outputs: tuple[Layout, ...], spec: AttentionSpec) -> Graph:
-    layouts = tuple(Layout.of(x) for x in inputs.values())
+def _graph(node: str, inputs: Mapping[str, Tensor], outputs: tuple[TensorLayout, ...], spec: AttentionSpec) -> Graph:
+    layouts = tuple(TensorLayout.of(x) for x in inputs.values())
     return graph_of(Question(node, layouts, outputs, spec.scale, _band(spec), inputs["q"].device))
 
 
@@ -85,21 +85,23 @@ def _packed_graph(node: str, spec: AttentionSpec, device: torch.device) -> Graph
     return graph_of(Question(node, inputs, outputs, spec.scale, band, device, totals))
 
 
-def _forward_outputs(spec: AttentionSpec, dtype: torch.dtype) -> tuple[Layout, Layout]:
+def _forward_outputs(spec: AttentionSpec, dtype: torch.dtype) -> tuple[TensorLayout, TensorLayout]:
     sizes = (spec.batch, spec.heads, spec.seqlen_q)
-    return Layout.rows(*sizes, spec.head_dim_v, dtype), Layout.dense(*sizes, 1)
+    return TensorLayout.rows(*sizes, spec.head_dim_v, dtype), TensorLayout.dense(*sizes, 1)
 
 
-def _gradient_outputs(spec: AttentionSpec, size: int, size_v: int, dtype: torch.dtype) -> tuple[Layout, Layout, Layout]:
+def _gradient_outputs(
+    spec: AttentionSpec, size: int, size_v: int, dtype: torch.dtype
+) -> tuple[TensorLayout, TensorLayout, TensorLayout]:
     keys = (spec.batch, spec.kv_heads, spec.seqlen_kv)
     return (
-        Layout.rows(spec.batch, spec.heads, spec.seqlen_q, size, dtype),
-        Layout.rows(*keys, size, dtype),
-        Layout.rows(*keys, size_v, dtype),
+        TensorLayout.rows(spec.batch, spec.heads, spec.seqlen_q, size, dtype),
+        TensorLayout.rows(*keys, size, dtype),
+        TensorLayout.rows(*keys, size_v, dtype),
     )
 
 
-_ONE = Layout.dense(1, 1, 1, 1)
+_ONE = TensorLayout.dense(1, 1, 1, 1)
 
 
 @permanent

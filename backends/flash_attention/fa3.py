@@ -113,7 +113,9 @@ class Fa3Forward(ForwardKernel):
         )  # fmt: skip
         if operands.lengths is not None:
             out, lse = out[None], lse[None]
-        return Result(out[..., : spec.head_dim_v].transpose(1, 2).to(gradient_dtype(spec)), lse)
+        if out.shape[-1] > spec.head_dim_v:
+            out = out[..., : spec.head_dim_v]
+        return Result(out.transpose(1, 2).to(gradient_dtype(spec)), lse)
 
 
 class Fa3Backward(BackwardKernel):

@@ -14,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from attnbench.errors import AttnbenchWarning, InputError
 from attnbench.kernels.plan import Plan
 from attnbench.tables.entry import LONGEST_MS, SHORTEST_MS, STATUSES, Status
+from attnbench.tables.environment import Environment
+from attnbench.tables.record_fields import PlanField, SpecField, UtcTime
 from attnbench.text.printable import brief
 
 from ..cases.case import LONGEST_NAME as LONGEST_CASE
@@ -24,7 +26,6 @@ from ..measure.findings import Side
 from ..measure.timing import Cost
 from ..measure.trace import LONGEST_NAME as LONGEST_KERNEL
 from ..measure.trace import MOST_NAMES
-from ..record_fields import EnvironmentField, PlanField, SpecField, UtcTime
 from ..sequence_lengths import SequenceLengths, check_lengths
 from .shards import Shard
 
@@ -163,7 +164,7 @@ class Measurement(BaseModel):
     correctness_: Annotated[Correctness | None, Field(alias="correctness")] = None
     performance_: Annotated[Performance | None, Field(alias="performance")] = None
     started: UtcTime
-    environment: EnvironmentField
+    environment: Environment
 
     @property
     def measured(self) -> bool:

@@ -120,23 +120,15 @@ def _finishing(layout: Layout, dtype: torch.dtype) -> Launch:
 
 def _for_keys(layout: Layout, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Memory for dK and dV."""
-    spec, extent = layout.spec, layout.extent
-    rows = extent.batch, spec.kv_heads, extent.seqlen_kv
-    return _memory(layout, (*rows, spec.head_dim), dtype, device), _memory(
-        layout, (*rows, spec.head_dim_v), dtype, device
-    )
+    make = torch.zeros if layout.gaps else torch.empty
+    _, dk, dv = layout.gradients
+    return make(dk, dtype=dtype, device=device), make(dv, dtype=dtype, device=device)
 
 
 def _for_queries(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory for dQ."""
-    spec, extent = layout.spec, layout.extent
-    return _memory(layout, (extent.batch, spec.heads, extent.seqlen_q, spec.head_dim), dtype, device)
-
-
-def _memory(layout: Layout, shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """New memory; zeros where there may be rows of no sequence."""
-    make = torch.zeros if layout.spec.lengths is not None and layout.spec.lengths.batch != "packed" else torch.empty
-    return make(shape, dtype=dtype, device=device)
+    make = torch.zeros if layout.gaps else torch.empty
+    return make(layout.gradients[0], dtype=dtype, device=device)
 
 
 def run_queries(given: Prepared, tile: Tile, narrow: bool, dtype: torch.dtype) -> Tensor:

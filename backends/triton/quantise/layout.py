@@ -115,6 +115,11 @@ class Layout(NamedTuple):
     tiled: tuple[tuple[Tiled | None, ...], ...]  # by launch, of each request
     smooth: bool
 
+    @property
+    def forms(self) -> tuple[Form | None, ...]:
+        """How each is an operand that lies in ``kept``."""
+        return tuple([each.stored for each in self.places])
+
 
 def tiles_for(recipe: Recipe, dim: int) -> Tiles:
     """The committed tiles for tensors whose largest head dimension is ``dim``."""

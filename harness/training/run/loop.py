@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from attnbench.guarding.guard import Guard
+
 from ..models.attention import note_plans
 from .attention_share import share_of_attention
 from .checkpoint import load, newest, save, state_of
@@ -78,6 +80,8 @@ class _Run:
         self.history = History()
         self.clock = StepClock(self.device)
         self.parameters = [each for each in trainable.module.parameters() if each.requires_grad]
+        # In each pass that reads the signs a forward and a backward are checked, of however many layers.
+        self.guard = Guard(max(1, len(trainable.attention_modules)), None, "warn", None, self.config.seed)
         self.bad = 0
         self.watched = False
 
@@ -174,15 +178,19 @@ class _Run:
 
         gpus = [self.device] if self.device.type == "cuda" else []
         modules = self.trainable.attention_modules
+        before = self.guard.checks, len(self.guard.breaches)
         with (
             torch.random.fork_rng(devices=gpus),
             torch.compiler.set_stance("force_eager"),
             note_plans(modules) as plans,
+            self.guard,
         ):
             sign = signs_of(step, modules, work)
         self.history.plans = list(dict.fromkeys([*self.history.plans, *plans]))
         self.optimiser.zero_grad()
         if sign is not None:
+            found = self.guard.checks - before[0], len(self.guard.breaches) - before[1]
+            sign = sign.model_copy(update={"checks": found[0], "breaches": found[1]})
             self.history.signs = [each for each in self.history.signs if each.step != step] + [sign]
             self.history.untimed.append(step)
         if self.device.type == "cuda":

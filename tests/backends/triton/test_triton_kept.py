@@ -25,6 +25,7 @@ from attnbench.backends.triton.backward import plan as backward_plan
 from attnbench.backends.triton.backward.contract import TritonBackward
 from attnbench.backends.triton.backward.hopper import launch as backward_hopper_launch
 from attnbench.backends.triton.backward.tiles import Ring, Tile, Tiles
+from attnbench.backends.triton.forward import contract as forward_contract
 from attnbench.backends.triton.forward import launch as forward
 from attnbench.backends.triton.forward import plan as forward_plan
 from attnbench.backends.triton.forward.hopper import launch as forward_hopper_launch
@@ -33,7 +34,7 @@ from attnbench.backends.triton.interpreter import interpreted
 from attnbench.backends.triton.launching import Launch
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="kernels run here, under the interpreter")
-MODULES = (backward_hopper_launch, backward_launch, backward_plan, forward, forward_plan)
+MODULES = (backward_hopper_launch, backward_launch, backward_plan, forward, forward_contract, forward_plan)
 TILE = Tile(64, 64, 4, 2)
 FORWARD_TILE = ForwardTile(16, 32, 4, 2)
 HEAD = Recipe("head")
