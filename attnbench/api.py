@@ -8,7 +8,7 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
@@ -120,7 +120,7 @@ def attention(
             if intercepted(q, k, v):
                 return operators.attention(Question(q, k, v, *others))
             q, k, v = as_autocast(*plain(q, k, v))
-        training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        training = is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         wish, variable = asked_in_context(), asked_in_environment()
         key = key_of(q, k, v, others, training, wish, variable)
         execution = executions.entries.get(key)
@@ -170,7 +170,7 @@ def explain(question: Question) -> Choice:
     the others too.  Raises what ``attention`` raises.
     """
     if ring.sharing.active is not None:
-        raise InputError("over several ranks each step has a plan of its own: integrations.context_parallel.explain")
+        raise InputError("over several ranks each step has a plan of its own; call context_parallel.explain instead")
     if any(isinstance(x, Tensor) and x.layout is torch.jagged for x in question[:3]):
         question = question._replace(**Jagged(*question[:3], question.layout).arguments)
     check_askable(*question[:3], question.window)

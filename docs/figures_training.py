@@ -1,4 +1,4 @@
-"""The tables and sentences of docs/end-to-end.md, from the committed rows of trainings (results/GPU/...)."""
+"""The tables and sentences of docs/explanation/end-to-end.md, from committed rows of trainings (results/GPU/...)."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ RECIPE_CHOICES=${RECIPE_CHOICES:-sdpa-flash auto auto-fp8 auto,linears=te-fp8 au
     auto,linears=float8-tensorwise auto-fp8,linears=float8-tensorwise}
 POLICIES=${POLICIES:-size=1b,seqlen=1024,batch=4,slices=4,lr=3e-4,warmup=20} POLICY_ROUNDS=${POLICY_ROUNDS:-120}
 RANKS_SIZE=${RANKS_SIZE:-1b} RANKS_LENGTH=${RANKS_LENGTH:-4096} RANKS_BATCH=${RANKS_BATCH:-4} STEPS=${STEPS:-30}
-# The seeds are as many as a verdict takes with 90 % if pairs scatter by 0.6 %: docs/end-to-end.md.
+# The seeds are as many as a verdict takes with 90 % if pairs scatter by 0.6 %: docs/explanation/end-to-end.md.
 LEARN=${LEARN:---size medium --layers 4 --vocab 272 --seqlen 4096 --batch 2 --steps 300 --lr 3e-4 --warmup 40}
 SEEDS=${SEEDS:-20} CANDIDATES=${CANDIDATES:-triton:fp8>triton:fp8 te:fp8>te:fp8 fa3:fp8>fa4:bf16}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, Protocol
 
 import torch
@@ -12,6 +13,7 @@ from ..choosing.choice import Choice
 from ..choosing.table_advice import warn_of_rule
 from ..kernels.execution import Execution
 from ..kernels.registry import registry
+from ..problem.spec import AttentionSpec
 from ..state import Cache, Slot
 from .context import Wish
 from .question import Question, decide, settled
@@ -45,6 +47,12 @@ def ask_again() -> None:
     programs.forget()
 
 
+@lru_cache(maxsize=4096)
+def _one_for_all(spec: AttentionSpec) -> AttentionSpec:
+    """The first of equal specs: what kernels keep for a spec is then found by identity, which is faster."""
+    return spec
+
+
 def execution_of(question: Question, training: bool, wish: Wish) -> Execution:
     """The execution for a question under the wish of its context.  Raises what ``decide`` raises."""
     wish = settled(question, wish)
@@ -55,6 +63,6 @@ def execution_of(question: Question, training: bool, wish: Wish) -> Execution:
     budget = choice.budget
     if budget is None:  # a plan that was named without an error is held to what its precision and its inputs' allow
         budget = max(default_budget(choice.spec, fp8=False), class_bound(choice.plan, choice.spec))
-    execution = Execution(choice.spec, known.forward(choice.plan.forward), backward, budget)
+    execution = Execution(_one_for_all(choice.spec), known.forward(choice.plan.forward), backward, budget)
     listener = listening.active
     return execution if listener is None else listener.chosen(question.q.device, wish, choice, execution)

@@ -7,8 +7,9 @@ vendors disagree on (layouts, descale shapes, causal alignment, output dtype, ba
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -32,10 +33,12 @@ __all__ = [
     "Operands",
     "Result",
     "Saved",
+    "Whole",
     "gradient_dtype",
     "rounding_error",
 ]
 
+Whole = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 Library = Literal["cudnn", "triton"]
 _LIBRARIES: tuple[Library, ...] = get_args(Library)
 
@@ -96,12 +99,7 @@ class Inputs(NamedTuple):
     @property
     def device(self) -> torch.device:
         """Where the tensors are."""
-        return self.q.data.device if isinstance(self.q, Quantised) else self.q.device
-
-    @property
-    def is_cuda(self) -> bool:
-        """Whether that is a GPU."""
-        return self.q.data.is_cuda if isinstance(self.q, Quantised) else self.q.is_cuda
+        return self.q.device
 
 
 @dataclass(eq=False)  # a frozen one takes three times as long to make, in every call
@@ -124,6 +122,15 @@ class Operands:
         """What is kept for a backward."""
         return Operands(self.spec, self.q, self.k, self.v, lengths=self.lengths)
 
+    def apart(self) -> tuple[list[Tensor | None], Callable[[Iterator[Tensor | None]], Operands]]:
+        """The tensors of what is kept for a backward, and what makes that of them, or of such from elsewhere, again."""
+        tensors: list[Tensor | None] = []
+        rests, lengths = [_rest_of(x, tensors) for x in (self.q, self.k, self.v)], self.lengths
+        if lengths is not None:
+            tensors += lengths.q, lengths.kv
+            lengths = replace(lengths, q=None, kv=None)
+        return tensors, partial(_together, self.spec, rests, lengths)
+
     def tensors(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Q, K and V as the forward saw them: as they are, or dequantised into ``dtype`` (the gradients' by default).
 
@@ -133,6 +140,40 @@ class Operands:
         dtype = dtype or gradient_dtype(self.spec)
         q, k, v = (x.dequantised(dtype) if isinstance(x, Quantised) else x for x in (self.q, self.k, self.v))
         return q, k, v
+
+
+_Rest = tuple[type[Quantised], dict[str, Any]] | None
+
+
+def _rest_of(x: Tensor | Quantised, tensors: list[Tensor | None]) -> _Rest:
+    """Adds what is a tensor of an operand to those; returns the class and other fields of a quantised one."""
+    if not isinstance(x, Quantised):
+        tensors.append(x)
+        return None
+    for name in x.kept:  # first: an operand may hold what it makes them of until they are read
+        tensors.append(getattr(x, name))
+    return type(x), {name: value for name, value in vars(x).items() if name not in x.kept}
+
+
+def _operand(rest: _Rest, tensors: Iterator[Tensor | None]) -> Tensor | Quantised:
+    """The operand that this was the rest of, of the next of these."""
+    if rest is None:
+        whole = next(tensors)
+        assert whole is not None, "every forward has three operands"
+        return whole
+    kind, others = rest
+    made = object.__new__(kind)
+    vars(made).update(others, **{name: next(tensors) for name in kind.kept})  # the class is frozen
+    return made
+
+
+def _together(
+    spec: AttentionSpec, rests: list[_Rest], lengths: Lengths | None, tensors: Iterator[Tensor | None]
+) -> Operands:
+    q, k, v = [_operand(rest, tensors) for rest in rests]
+    if lengths is not None:
+        lengths = replace(lengths, q=next(tensors), kv=next(tensors))
+    return Operands(spec, q, k, v, lengths=lengths)
 
 
 class Result(NamedTuple):
@@ -217,6 +258,16 @@ class ForwardKernel(Kernel):
     @abstractmethod
     def run(self, operands: Operands) -> Result:
         """The kernel itself.  Runs on the current stream, without synchronising."""
+
+    def whole(self, spec: AttentionSpec, device_type: str) -> Whole | None:
+        """``prepare`` and ``run`` in one function of q, k, v, for a library whose operator does both; None elsewhere.
+
+        It takes the tensors (B, H, S, D) of an ``Inputs``, in any strides and without lengths, and returns (out, lse)
+        as ``run`` does to the bit; lse may be None unless ``spec.return_lse``.  Where ``spec`` asks for training, torch
+        must differentiate it, with the same kernel as the backward of this name.  It saves a small call the host's
+        time for operands and for an autograd function in Python.
+        """
+        return None
 
 
 class BackwardKernel(Kernel):

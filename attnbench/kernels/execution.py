@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import _is_any_autocast_enabled
 
-from ..problem.fp8 import Quantised
 from ..problem.spec import AttentionSpec
-from .contract import BackwardKernel, ForwardKernel, Inputs, Operands, Result, Saved
+from .contract import BackwardKernel, ForwardKernel, Inputs, Operands, Result, Saved, Whole
 from .devices import bind
 from .guard_hook import watching
 from .plan import Plan
@@ -22,7 +21,6 @@ from .sinks import gradient_of_sinks, with_sinks
 
 __all__ = ["Execution", "Underived", "as_written"]
 
-_MOST_KEPT = 3  # tensors of an operand
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
@@ -47,10 +45,30 @@ class Execution:
 
     def __call__(self, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
         """(out, lse) of the inputs; out carries gradients where the spec asks for training."""
+        whole = self._whole_on_gpu if inputs.q.is_cuda else self._whole_on_cpu
+        if whole is not None and watching.active is None and not _is_any_autocast_enabled():
+            return whole(*inputs[:3])  # type: ignore[arg-type]  # a spec with descales has none
         if self.backward is None:
-            return self.answer(inputs)[1][:2]
+            _, (out, lse, _) = self.answer(inputs)
+            return out, lse
         out, lse = _recorded(*inputs.unquantised(), inputs.sinks, inputs, self)  # type: ignore[no-untyped-call]
         return out, lse
+
+    @cached_property
+    def _whole_on_gpu(self) -> Whole | None:
+        return self._whole("cuda")
+
+    @cached_property
+    def _whole_on_cpu(self) -> Whole | None:
+        return self._whole("cpu")
+
+    def _whole(self, device_type: str) -> Whole | None:
+        spec, backward = self.spec, self.backward
+        if spec.lengths is not None or spec.sinks or spec.partial or spec.descale is not None:
+            return None
+        if backward is not None and backward.name != self.forward.name:
+            return None
+        return self.forward.whole(spec, device_type)
 
     @cached_property
     def without_sinks(self) -> Execution:
@@ -62,10 +80,10 @@ class Execution:
         if inputs.sinks is not None:
             operands, result = self.without_sinks.answer(inputs._replace(sinks=None))
             return operands, with_sinks(result, inputs.sinks)
-        forward, on_gpu = self.forward, inputs.is_cuda
-        if on_gpu:
+        forward = self.forward
+        if inputs.q.is_cuda:
             bind(inputs.device)
-        if _is_any_autocast_enabled() and torch.is_autocast_enabled("cuda" if on_gpu else "cpu"):
+        if _is_any_autocast_enabled():
             with as_written(inputs.device):
                 operands = forward.prepare(inputs, self.spec)
                 result = forward.run(operands)
@@ -112,40 +130,34 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         """``inputs`` holds q, k, v and sinks, which torch wants one by one: gradients flow into them."""
         operands, (out, lse, state) = execution.answer(inputs)
-        q_, k_, v_ = _Kept.of(operands.q), _Kept.of(operands.k), _Kept.of(operands.v)
-        ctx.spec, ctx.kept = operands.spec, (q_.of_what, k_.of_what, v_.of_what)
+        kept, together = operands.apart()
         # Through save_for_backward, so that torch sees a tensor that is changed before the
         # backward reads it; the private state belongs to the kernel.
-        lengths = operands.lengths
-        own = (None, None) if lengths is None else (lengths.q, None if lengths.square else lengths.kv)
-        ctx.lengths = None if lengths is None else (lengths.square, replace(lengths, q=None, kv=None))
-        ctx.places = _save(ctx, (*q_.tensors, *k_.tensors, *v_.tensors, *own, sinks, out, lse))
-        ctx.state, ctx.execution = state, execution
+        ctx.places = _save(ctx, (out, lse, sinks, *kept))
         watcher = watching.active
-        ctx.sample = None if watcher is None or sinks is not None else watcher.sample(execution, inputs)
+        sample = None if watcher is None or sinks is not None else watcher.sample(execution, inputs)
+        ctx.others = together, state, execution, sample
         if lse is not None:
             ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)  # no zeros for the log-sum-exp, which would be a launch in every backward
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_out: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         unique = ctx.saved_tensors
-        all_saved: list[Any] = [None if place is None else unique[place] for place in ctx.places]
-        *tensors, own_q, own_kv, sinks, out, lse = all_saved
-        lengths = None
-        if ctx.lengths is not None:
-            square, facts = ctx.lengths
-            lengths = replace(facts, q=own_q, kv=own_q if square else own_kv)
-        q, k, v = (
-            _Kept(tensors[i * _MOST_KEPT : (i + 1) * _MOST_KEPT], of_what).operand()
-            for i, of_what in enumerate(ctx.kept)
-        )
+        saved = iter([None if place is None else unique[place] for place in ctx.places])
+        together, state, execution, sample = ctx.others
+        out, lse, sinks = next(saved), next(saved), next(saved)
+        assert out is not None, "every forward has one"
+        if grad_out is None:  # what comes after has none to give
+            grad_out = torch.zeros_like(out)
+        operands = together(saved)
         with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
-            saved = Saved(Operands(ctx.spec, q, k, v, lengths=lengths), out, lse, ctx.state)
-            gradients: tuple[Tensor, ...] = ctx.execution.gradients(saved, grad_out)
-            if ctx.sample is not None:
-                ctx.sample.derived(grad_out, gradients)
+            gradients: tuple[Tensor, ...] = execution.gradients(Saved(operands, out, lse, state), grad_out)
+            if sample is not None:
+                sample.derived(grad_out, gradients)
             if sinks is not None:
+                assert lse is not None, "sinks are added to a log-sum-exp"
                 gradients = (*gradients, gradient_of_sinks(sinks, out, lse, grad_out))
         wanted = zip(gradients, ctx.needs_input_grad, strict=False)
         found = [gradient if needed else None for gradient, needed in wanted]
@@ -179,36 +191,16 @@ class Underived(torch.autograd.Function):
 
 def _save(ctx: Any, tensors: Sequence[Tensor | None]) -> list[int | None]:
     """Save each tensor once: a hook may move what is saved elsewhere.  Returns each one's place among those saved."""
-    found: list[Tensor] = []
     known: dict[int, int] = {}
+    found: list[Tensor] = []
+    places: list[int | None] = []
     for x in tensors:
-        if x is not None and id(x) not in known:
-            known[id(x)] = len(found)
+        if x is None:
+            places.append(None)
+            continue
+        place = known.setdefault(id(x), len(found))
+        if place == len(found):
             found.append(x)
+        places.append(place)
     ctx.save_for_backward(*found)
-    return [None if x is None else known[id(x)] for x in tensors]
-
-
-class _Kept(NamedTuple):
-    """An operand as autograd keeps it: three tensors or None, and the class and other fields of a quantised one."""
-
-    tensors: Sequence[Tensor | None]
-    of_what: tuple[type[Quantised], dict[str, Any]] | None
-
-    @classmethod
-    def of(cls, x: Tensor | Quantised) -> _Kept:
-        if isinstance(x, Quantised):
-            names = x.kept
-            # First: an operand may hold what it makes them of until they are read.
-            tensors = [getattr(x, name) for name in names] + [None] * (_MOST_KEPT - len(names))
-            return cls(tensors, (type(x), {name: value for name, value in vars(x).items() if name not in names}))
-        return cls((x, None, None), None)
-
-    def operand(self) -> Tensor | Quantised:
-        if self.of_what is None:
-            assert self.tensors[0] is not None
-            return self.tensors[0]
-        kind, others = self.of_what
-        made = object.__new__(kind)
-        vars(made).update(others, **dict(zip(kind.kept, self.tensors, strict=False)))  # the class is frozen
-        return made
+    return places

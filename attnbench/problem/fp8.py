@@ -52,8 +52,8 @@ class Quantised:
     """An FP8 tensor that stands for ``data * descale``, rotated back, plus ``mean``.
 
     ``data`` is (B, H, S, D) in float8; ``descale`` is fp32 and broadcasts to it; ``mean`` (B, H, 1, D) was subtracted
-    before quantising, None if nothing was.  ``kept`` names the attributes that are tensors, at most three, of which the
-    others can be made.
+    before quantising, None if nothing was.  ``kept`` names the attributes that are tensors, of which the others can be
+    made.
     """
 
     kept: ClassVar[tuple[str, ...]] = ("data", "descale", "mean")
@@ -62,6 +62,16 @@ class Quantised:
     granularity: Granularity
     rotated: bool = False
     mean: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """As a tensor's."""
+        return self.data.device
+
+    @property
+    def is_cuda(self) -> bool:
+        """As a tensor's."""
+        return self.data.is_cuda
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """The value of the tensor, (B, H, S, D) in ``dtype``, computed in fp32 (fp64 for fp64)."""

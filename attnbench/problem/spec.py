@@ -96,6 +96,18 @@ class AttentionSpec:
         shortened = self.mask.canonical if self._aligned else self.mask.canonical_within
         object.__setattr__(self, "mask", shortened(self.seqlen_q, self.seqlen_kv))
 
+    def __hash__(self) -> int:
+        """That of the fields, computed once: several look-ups of every call have the spec in their keys."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, each.name) for each in fields(self)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields alone: strings have another hash in another process."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
     @classmethod
     def make(
         cls,
@@ -129,7 +141,10 @@ class AttentionSpec:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> AttentionSpec:
-        """The spec that ``to_dict`` wrote.  Raises InputError on a missing, unknown or impossible entry."""
+        """The spec that ``to_dict`` wrote, or ``short_fields``, whose gaps ``make`` fills.
+
+        Raises InputError on a missing, unknown or impossible entry.
+        """
         if not isinstance(data, Mapping):
             raise InputError(f"a spec is an object, not {type(data).__name__}")
         known = {each.name for each in fields(cls)}
@@ -139,7 +154,7 @@ class AttentionSpec:
         if not (lengths is None or isinstance(lengths, LengthsKind)):
             lengths = LengthsKind.from_dict(lengths)
         try:
-            return cls(**{**data, "mask": mask if isinstance(mask, Mask) else Mask(**mask), "lengths": lengths})
+            return cls.make(**{**data, "mask": mask if isinstance(mask, Mask) else Mask(**mask), "lengths": lengths})
         except TypeError as error:
             raise InputError(f"not a spec: {error}") from None
 

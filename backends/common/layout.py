@@ -63,9 +63,10 @@ def whole_gradients(gradients: tuple[Tensor, Tensor, Tensor], spec: AttentionSpe
     """
     if spec.lengths is not None:
         gradients = gradients[0][None], gradients[1][None], gradients[2][None]
-    unseen = 0 if spec.lengths is not None else spec.seqlen_kv - gradients[1].shape[1]
-    sizes = (spec.head_dim, spec.head_dim, spec.head_dim_v)
-    dq, dk, dv = (x[..., :size] for x, size in zip(gradients, sizes, strict=True))
+    dq, dk, dv = gradients
+    unseen = 0 if spec.lengths is not None else spec.seqlen_kv - dk.shape[1]
+    if dq.shape[-1] > spec.head_dim or dv.shape[-1] > spec.head_dim_v:
+        dq, dk, dv = dq[..., : spec.head_dim], dk[..., : spec.head_dim], dv[..., : spec.head_dim_v]
     if unseen:
         dk, dv = (F.pad(x, (0, 0, 0, 0, 0, unseen)) for x in (dk, dv))
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -86,8 +87,8 @@ def quantise_sequences(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, len
 
 def _by_sequence(x: Tensor, starts: Tensor, group: int) -> Quantised:
     count, tokens = starts.shape[0] - 1, x.shape[2]
-    numbers = torch.arange(count, device=x.device)
-    owner = numbers.repeat_interleave(starts.diff().long(), output_size=tokens)  # its size given, nothing is waited for
+    owner = torch.bucketize(torch.arange(tokens, device=x.device), starts[1:].contiguous(), right=True)
+    owner.clamp_max_(count - 1)  # tokens behind the last sequence
     largest = x[0].abs().amax(-1).to(torch.float32).view(-1, group, tokens).amax(1)
     of_sequence = largest.new_zeros(largest.shape[0], count).scatter_reduce(
         1, owner.expand_as(largest), largest, "amax"
@@ -149,9 +150,6 @@ def native(
     otherwise the key heads are repeated, so that every query head has its own scale.  Raises InputError if FP8 tensors
     are not plain e4m3.
     """
-    found = window_of(spec)
-    if isinstance(found, str):
-        raise InputError(found)
     descales: tuple[Tensor | None, ...] = (None, None, None)
     tensors: tuple[Tensor, ...]
     if isinstance(q, Quantised) and isinstance(k, Quantised) and isinstance(v, Quantised):
@@ -166,13 +164,23 @@ def native(
         tensors = (q.data, *(_repeated(x.data, repeat) for x in (k, v)))
     else:
         tensors = tuple(x for x in (q, k, v) if isinstance(x, Tensor))
-    fp8 = descales[0] is not None
-    d, dv = dimensions(spec.head_dim, spec.head_dim_v, fp8)
-    lengths = (spec.seqlen_q, found.keys, found.keys)
-    q_, k_, v_ = (
-        readable(padded(x[:, :, :length], size)) for x, length, size in zip(tensors, lengths, (d, d, dv), strict=True)
-    )
-    return Native(q_, k_, v_, (descales[0], descales[1], descales[2]), found, (None, None, None, None))
+    window, d, dv = _shared(spec, descales[0] is not None)
+    q_, k_, v_ = tensors
+    if window.keys < spec.seqlen_kv:
+        k_, v_ = k_[:, :, : window.keys], v_[:, :, : window.keys]
+    if d != spec.head_dim or dv != spec.head_dim_v:
+        q_, k_, v_ = padded(q_, d), padded(k_, d), padded(v_, dv)
+    of_each = descales[0], descales[1], descales[2]
+    return Native(readable(q_), readable(k_), readable(v_), of_each, window, (None, None, None, None))
+
+
+@lru_cache(maxsize=1024)
+def _shared(spec: AttentionSpec, fp8: bool) -> tuple[Window, int, int]:
+    """What calls share: the window and the head dimensions of Q and K, and of V."""
+    found = window_of(spec)
+    if isinstance(found, str):
+        raise InputError(found)
+    return found, *dimensions(spec.head_dim, spec.head_dim_v, fp8)
 
 
 def readable(x: Tensor) -> Tensor:
@@ -182,10 +190,10 @@ def readable(x: Tensor) -> Tensor:
     multiples of 16 bytes (cuTensorMapEncodeTiled in the CUDA driver API).
     """
     step = 16 // x.element_size()
-    fits = x.stride(-1) == 1 and all(stride > 0 and stride % step == 0 for stride in x.stride()[:-1])
-    if not fits or x.data_ptr() % 16:
-        return x.transpose(1, 2).clone(memory_format=torch.contiguous_format)
-    return x.transpose(1, 2)
+    batch, head, token, last = x.stride()
+    fits = last == 1 and batch > 0 and head > 0 and token > 0 and not (batch % step or head % step or token % step)
+    rows = x.transpose(1, 2)
+    return rows if fits and not x.data_ptr() % 16 else rows.clone(memory_format=torch.contiguous_format)
 
 
 def check_plain(library: str, q: Quantised, k: Quantised, v: Quantised) -> None:

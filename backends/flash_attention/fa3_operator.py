@@ -7,6 +7,8 @@ value in the wrong place is a wrong result, not an error, so places are read fro
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
+from operator import itemgetter
 from typing import Any
 
 __all__ = ["BACKWARD", "FORWARD", "OperatorError", "bound"]
@@ -43,17 +45,17 @@ def bound(operator: Any, names: tuple[str, ...]) -> Callable[..., Any]:
     their default.  Raises OperatorError if a name is missing, or an unknown argument is required.
     """
     arguments = list(operator._schema.arguments)
-    positions = {argument.name: place for place, argument in enumerate(arguments)}
-    if missing := [name for name in names if name not in positions]:
+    known = {argument.name for argument in arguments}
+    if missing := [name for name in names if name not in known]:
         raise OperatorError(f"{operator} has no argument {', '.join(missing)}")
-    template = [None if argument.name in names else _filler(operator, argument) for argument in arguments]
-    places = [positions[name] for name in names]
+    fillers = [_filler(operator, argument) for argument in arguments if argument.name not in names]
+    behind = count(len(names))
+    in_order = itemgetter(
+        *(names.index(argument.name) if argument.name in names else next(behind) for argument in arguments)
+    )
 
     def call(*values: Any) -> Any:
-        given = template.copy()
-        for place, value in zip(places, values, strict=True):
-            given[place] = value
-        return operator(*given)
+        return operator(*in_order((*values, *fillers)))
 
     return call
 

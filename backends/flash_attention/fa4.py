@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -23,12 +23,14 @@ from attnbench.kernels.contract import (
     Saved,
 )
 from attnbench.problem.lengths import Lengths
+from attnbench.problem.lengths_kind import BATCHES
 from attnbench.problem.spec import AttentionSpec
 
 from ..common.declared_errors import DECLARED_GRADIENT_ERROR
 from ..common.installed import versions_of
 from ..common.layout import aligned, padded, rounded_up, whole_gradients
 from ..common.typed_kernel import TypedKernel
+from ..common.unpadding import unpads_backward, unpads_forward
 from ..common.windows import Window, window_of
 from .fa3_operands import quantise_by_key_head
 
@@ -83,7 +85,7 @@ class _Fa4(TypedKernel):
         # interface.py, _validate_head_dims: 16-byte rows of 8 to 256 elements on compute capability 9.x
         sizes: dict[str, Any] = {"head_dims": (8, 256, 8), "max_elements": _INT32}
         # The last tile of a sequence reads the next one's V and multiplies it by 0, which leaves NaN (4.0.0b36, H200).
-        packs: dict[str, Any] = {"lengths": ("packed",), "isolates": False}
+        packs: dict[str, Any] = {"lengths": BATCHES, "isolates": False}
         return {"cuda": Capabilities(dtypes=(precision,), capability=_HOPPER, **packs, **sizes)}
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
@@ -101,6 +103,7 @@ def _common_refusals(spec: AttentionSpec) -> list[str]:
     return reasons
 
 
+@unpads_forward()
 class Fa4Forward(_Fa4, ForwardKernel):
     """``flash_attn.cute.interface._flash_attn_fwd`` on 16-bit tensors."""
 
@@ -151,6 +154,7 @@ class Fa4Fp8Forward(ForwardKernel):
         return Result(result.out.to(dtype), result.lse)
 
 
+@unpads_backward()
 class Fa4Backward(_Fa4, BackwardKernel):
     """``flash_attn.cute.interface._flash_attn_bwd``, after any forward that returns out and its log-sum-exp."""
 
@@ -184,7 +188,7 @@ def _dimensions(spec: AttentionSpec, step: int) -> tuple[int, int]:
 
 def _bshd(x: Tensor) -> Tensor:
     # A stride of 0, as in the gradient of a sum, is another kernel to compile; a copy is cheaper.
-    return aligned(x.detach().contiguous() if 0 in x.stride() else x.detach()).transpose(1, 2)
+    return aligned(x.contiguous() if 0 in x.stride() else x).detach().transpose(1, 2)
 
 
 def _sides(window: Window) -> dict[str, Any]:
@@ -195,14 +199,24 @@ def _sides(window: Window) -> dict[str, Any]:
 
 def _native(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, step: int) -> tuple[Tensor, Tensor, Tensor, Window]:
     """(B, S, H, D), or (T, H, D), and the window: views where strides and head dimensions allow it."""
+    window, d, dv = _shared(spec, step)
+    if d != spec.head_dim or dv != spec.head_dim_v:
+        q, k, v = padded(q, d), padded(k, d), padded(v, dv)
+    q, k, v = _bshd(q), _bshd(k), _bshd(v)
+    if spec.lengths is not None:
+        return q[0], k[0], v[0], window
+    if window.keys < spec.seqlen_kv:
+        k, v = k[:, : window.keys], v[:, : window.keys]
+    return q, k, v, window
+
+
+@lru_cache(maxsize=1024)
+def _shared(spec: AttentionSpec, step: int) -> tuple[Window, int, int]:
+    """What calls share: the window and the head dimensions of Q and K, and of V."""
     window = window_of(spec)
     if isinstance(window, str):
         raise ValueError(window)
-    d, dv = _dimensions(spec, step)
-    q, k, v = (_bshd(padded(x.detach(), size)) for x, size in ((q, d), (k, d), (v, dv)))
-    if spec.lengths is not None:
-        return q[0], k[0], v[0], window
-    return q, k[:, : window.keys], v[:, : window.keys], window
+    return window, *_dimensions(spec, step)
 
 
 def _starts(lengths: Lengths | None) -> dict[str, Any]:
@@ -233,7 +247,9 @@ def _forward(
     )  # fmt: skip
     if starts:
         out, lse = out[None], lse[None]
-    return Result(out[..., : spec.head_dim_v].transpose(1, 2), lse)
+    if out.shape[-1] > spec.head_dim_v:
+        out = out[..., : spec.head_dim_v]
+    return Result(out.transpose(1, 2), lse)
 
 
 BACKEND = Backend(

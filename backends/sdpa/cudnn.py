@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from attnbench.graph_pools import permanent
 from attnbench.kernels.capabilities import Capabilities, Device
 from attnbench.kernels.contract import (
     Availability,
@@ -18,6 +20,7 @@ from attnbench.kernels.contract import (
     Operands,
     Result,
     Saved,
+    Whole,
 )
 from attnbench.problem.spec import AttentionSpec
 
@@ -86,10 +89,24 @@ class CudnnForward(_SdpaCudnn, ForwardKernel):
         """The operator; its log-sum-exp has an axis of one more."""
         spec = operands.spec
         q, k, v = operands.native
-        out, lse, *_ = torch._scaled_dot_product_cudnn_attention(
+        found = torch._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, spec.mask.kind == "causal", False, scale=spec.scale
         )
-        return Result(out, lse.view(spec.batch, spec.heads, spec.seqlen_q))
+        return Result(found[0], found[1].squeeze(3))
+
+    def whole(self, spec: AttentionSpec, device_type: str) -> Whole | None:
+        """The operator without gradients: torch's own way to them may run the wrong graph, see ``_laid_out_as``."""
+        if spec.direction == "training":
+            return None
+        causal, scale, with_lse = spec.mask.kind == "causal", spec.scale, spec.return_lse
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+            found = torch._scaled_dot_product_cudnn_attention(
+                aligned(q), aligned(k), aligned(v), None, with_lse, 0.0, causal, False, scale=scale
+            )
+            return found[0], found[1].squeeze(-1) if with_lse else None
+
+        return attend
 
 
 class CudnnBackward(_SdpaCudnn, BackwardKernel):
@@ -107,12 +124,18 @@ class CudnnBackward(_SdpaCudnn, BackwardKernel):
         q, k, v = (aligned(x) for x in saved.operands.tensors())
         q = _apart(q)
         out, grad_out = (_laid_out_as(q, x) for x in (saved.out, grad_out))
-        unused = torch.empty((), dtype=torch.int64, device=q.device)  # the dropout's random state
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        unused = _unused(q.device)
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
             grad_out, q, k, v, out, lse.contiguous().unsqueeze(-1), unused, unused, None,
             None, None, spec.seqlen_q, spec.seqlen_kv, 0.0, spec.mask.kind == "causal", scale=spec.scale,
         )  # fmt: skip
         return dq, dk, dv
+
+
+@permanent
+def _unused(device: torch.device) -> Tensor:
+    """The random state of a dropout that there is none of."""
+    return torch.empty((), dtype=torch.int64, device=device)
 
 
 def _laid_out_as(q: Tensor, x: Tensor) -> Tensor:
@@ -121,8 +144,10 @@ def _laid_out_as(q: Tensor, x: Tensor) -> Tensor:
     torch 2.11 caches backward graphs by the strides of q, k and v alone: another layout of the output or its gradient
     would silently run the wrong graph.
     """
-    dense = torch.empty_permuted(x.shape, _order(q), dtype=x.dtype, device=x.device)
-    return x if x.stride() == dense.stride() and x.data_ptr() % _VECTOR == 0 else dense.copy_(x)
+    strides = _dense(x.shape, _order(q.shape, q.stride()))
+    if x.stride() == strides and x.data_ptr() % _VECTOR == 0:
+        return x
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def _apart(q: Tensor) -> Tensor:
@@ -131,21 +156,36 @@ def _apart(q: Tensor) -> Tensor:
     Graphs are shared in the process: one that ``F.scaled_dot_product_attention`` made for another layout would run
     here.  If the outermost axis has one element nothing is copied.
     """
-    order = _order(q)
+    shape, strides, copied = _strides_apart(q.shape, q.stride())
+    if copied is None:
+        return q.as_strided(shape, strides)
+    kept = torch.empty(copied, dtype=q.dtype, device=q.device)
+    return kept.as_strided(shape, strides).copy_(q)
+
+
+@lru_cache(maxsize=1024)
+def _strides_apart(
+    shape: tuple[int, ...], strides: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...], int | None]:
+    """The shape and strides of ``_apart``, and how many elements are allocated for a copy; None for a view."""
+    order = _order(shape, strides)
     outermost = order[0]
-    if q.shape[outermost] == 1:
-        strides = list(q.stride())
-        strides[outermost] += _OWN
-        return q.as_strided(q.shape, strides)
-    strides = list(torch.empty_permuted(q.shape, order, device="meta").stride())
-    strides[outermost] += _OWN
-    kept = torch.empty(q.shape[outermost] * strides[outermost], dtype=q.dtype, device=q.device)
-    return kept.as_strided(q.shape, strides).copy_(q)
+    alone = shape[outermost] == 1
+    found = list(strides if alone else _dense(shape, order))
+    found[outermost] += _OWN
+    return shape, tuple(found), None if alone else shape[outermost] * found[outermost]
 
 
-def _order(q: Tensor) -> list[int]:
+@lru_cache(maxsize=1024)
+def _order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
     """The axes as they lie in memory, outermost first; an axis of stride 0 is not innermost."""
-    return sorted(range(q.ndim), key=lambda axis: q.stride(axis) or math.inf, reverse=True)
+    return tuple(sorted(range(len(shape)), key=lambda axis: strides[axis] or math.inf, reverse=True))
+
+
+@lru_cache(maxsize=1024)
+def _dense(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a tensor without gaps whose axes lie in this order."""
+    return torch.empty_permuted(shape, order, device="meta").stride()
 
 
 BACKEND = Backend(

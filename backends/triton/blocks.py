@@ -38,18 +38,14 @@ class Part(NamedTuple):
 class Memory:
     """What a block was given: the ``block`` in bytes, its ``address``, and views of it."""
 
-    __slots__ = ("_typed", "address", "block")
+    __slots__ = ("address", "block")
 
     def __init__(self, block: Tensor) -> None:
         self.block, self.address = block, block.data_ptr()
-        self._typed: dict[torch.dtype, Tensor] = {}
 
     def of(self, part: Part) -> Tensor:
         """The tensor at this place."""
-        typed = self._typed.get(part.dtype)
-        if typed is None:
-            typed = self._typed[part.dtype] = self.block.view(part.dtype)
-        return typed.as_strided(part.shape, part.strides, part.place)
+        return self.block.view(part.dtype).as_strided(part.shape, part.strides, part.place)
 
 
 class Piece:

@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from attnbench.errors import InputError
 
-from .blocks import Piece, tensor_of
-
-__all__ = ["in_fp32", "of_every_token", "steps"]
-
-_Memory = TypeVar("_Memory", Tensor, "Tensor | Piece")
+__all__ = ["in_fp32", "steps"]
 
 
-def in_fp32(descale: _Memory) -> _Memory:
+def in_fp32(descale: Tensor) -> Tensor:
     """In fp32, without a call of torch if it is that already."""
-    if descale.dtype == torch.float32 or not isinstance(descale, Tensor):
-        return descale
-    return descale.to(torch.float32)
-
-
-def of_every_token(descale: Tensor | Piece, length: int) -> Tensor | Piece:
-    """(B, H, length, 1), contiguous."""
-    if tuple(descale.shape[2:]) == (length, 1) and isinstance(descale, Piece):
-        return descale
-    whole = tensor_of(descale)
-    assert whole is not None, "there is one"
-    return whole.expand(-1, -1, length, -1).contiguous()
+    return descale if descale.dtype == torch.float32 else descale.to(torch.float32)
 
 
 def steps(shape: Sequence[int], strides: Sequence[int], batch: int, heads: int, length: int) -> tuple[int, int, int]:

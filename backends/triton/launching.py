@@ -25,6 +25,8 @@ _INTERPRETED = interpreted()  # decided where kernels are defined
 _MOST = 4096  # launches kept of one kernel
 _ALIGNED = 16  # bytes: Triton compiles apart for memory that begins at multiples of it
 _HERE: AbstractContextManager[None] = nullcontext()
+# ``torch.cuda.current_device`` first asks whether CUDA is initialised, as it is where there is a tensor on it.
+_current: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 class Launch:
@@ -110,7 +112,7 @@ class Launches:
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
     """Around launches: makes a GPU the current one, for which nothing is to be done where it is that already."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
+    if device.type != "cuda" or device.index == _current():
         return _HERE
     return torch.cuda.device(device)
 

@@ -14,11 +14,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 
 from attnbench.files.atomic import replace_file
 from attnbench.tables.entry import LONGEST_MS, SHORTEST_MS
+from attnbench.tables.environment import Environment
+from attnbench.tables.record_fields import UtcTime
 
 from ..json_lines import Form, read_lines
 from ..measure.accuracy import LARGEST_ERROR
 from ..measure.clocks import Conditions
-from ..record_fields import EnvironmentField, UtcTime
 
 __all__ = [
     "LARGEST_PRICE",
@@ -168,7 +169,7 @@ class TrainingRun(BaseModel):
     resumed_at: Annotated[list[Count], Field(max_length=MOST_RESUMED)] = []
     gpu: Conditions | None = None
     started: UtcTime
-    environment: EnvironmentField
+    environment: Environment
 
     @model_validator(mode="after")
     def _is_consistent(self) -> TrainingRun:

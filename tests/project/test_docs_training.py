@@ -1,4 +1,4 @@
-"""The tables of docs/end-to-end.md, from rows in which the faster choice is planted."""
+"""The tables of docs/explanation/end-to-end.md, from rows in which the faster choice is planted."""
 
 from pathlib import Path
 

@@ -10,7 +10,7 @@ interleaved (``hopper.narrow``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache, reduce
+from functools import reduce
 from operator import or_
 from typing import Any, NamedTuple
 
@@ -20,21 +20,21 @@ import triton.language as tl
 from torch import Tensor
 
 from ...common.layout import rounded_up
-from ..blocks import Piece, tensor_of
-from ..launching import KEPT, Launch, Launches
+from ..blocks import Piece, Wanted, tensor_of
+from ..launching import Launch, Launches
 from ..tile_map import Tiled
 from ..tile_rows import ROW
 
 __all__ = [
     "PADDING",
     "TOKENS",
+    "Copies",
     "Laid",
-    "Own",
-    "Wanted",
+    "Source",
     "aligned",
+    "copies_of",
     "halves",
     "lay_out",
-    "lay_out_together",
     "padded",
     "ready",
 ]
@@ -55,11 +55,11 @@ class Laid(NamedTuple):
     """
 
     data: Tensor | Piece
-    wide: Tensor | None
-    transposed: Tensor | None
+    wide: Tensor | Piece | None
+    transposed: Piece | None
     interleaved: bool
 
-    def further(self, narrow: bool, *, interleaved: bool) -> Tensor:
+    def further(self, narrow: bool, *, interleaved: bool) -> Tensor | Piece:
         """What a sum over tokens reads: the transposed copy for FP8, its tokens in that order, else the wide one."""
         copy = self.transposed if narrow else self.wide
         assert copy is not None
@@ -67,45 +67,36 @@ class Laid(NamedTuple):
         return copy
 
 
-class Own(NamedTuple):
-    """Lengths that the sequences of one side have of their own: their number, and that side's table for a program's
-    tokens.
+class Source(NamedTuple):
+    """An e4m3 tensor x (B, H, S, D) that lies so, and the copies of ``Laid`` to make of it.
+
+    ``aligned``: whether TMA may begin to read where it begins.  ``zeroed``: bf16 memory of its copy's shape is filled
+    with zeros beside.  Where ``sequences`` have lengths of their own, by the tiles of the pair, all copies consist of
+    slots.  ``halved``: the head dimension is padded as ``halves`` has it, else to a power of two.
     """
 
-    sequences: int
-    tiled: Tiled
-    table: Tensor
-
-
-class Wanted(NamedTuple):
-    """An e4m3 tensor x (B, H, S, D), the copies of ``Laid`` to make, and ``zeros``, bf16 memory to fill with zeros.
-
-    Where sequences have their ``own`` lengths all copies consist of slots, ``zeros`` too.  ``halved``: the head
-    dimension is padded as ``halves`` has it, else to a power of two.
-    """
-
-    x: Tensor | Piece
+    shape: Sequence[int]
+    strides: Sequence[int]
+    dtype: torch.dtype
+    aligned: bool
     wide: bool = False
     transposed: bool = False
     interleaved: bool = False
-    zeros: Tensor | None = None
-    own: Own | None = None
+    zeroed: bool = False
+    sequences: tuple[int, Tiled] | None = None
     halved: bool = False
 
 
-class _Shapes(NamedTuple):
-    """Of what is laid out for a tensor."""
+class Copies(NamedTuple):
+    """What calls share whose tensors lie alike.
 
-    whole: tuple[int, ...]
-    across: tuple[int, ...]
-    there: bool  # whether x itself is its rows
-    busy: bool  # whether there is anything to copy
+    ``wanted``: memory for the data, the wide and the transposed copy of each in turn, None where there is none.
+    ``busy``: whether there is anything to do for it.  No launch where every tensor is ready.
+    """
 
-
-class _Layout(NamedTuple):
-    """All that calls share whose tensors lie alike; no launch where every tensor is ready."""
-
-    shapes: tuple[_Shapes, ...]
+    sources: tuple[Source, ...]
+    wanted: tuple[Wanted | None, ...]
+    busy: tuple[bool, ...]
     launch: Launch | None
 
 
@@ -234,79 +225,63 @@ def _lay_out(
 _COPIES = Launches(_lay_out)
 
 
-def lay_out(x: Tensor, *, wide: bool = False, transposed: bool = False, interleaved: bool = False) -> Laid:
-    """One tensor; see ``lay_out_together``."""
-    return lay_out_together((Wanted(x, wide, transposed, interleaved),))[0]
-
-
-def lay_out_together(wanted: Sequence[Wanted]) -> list[Laid]:
-    """Tensors as the backward's kernels read them, in one launch at most; no copy of what already lies so."""
-    outlines = tuple(
-        [
-            (
-                x.shape,
-                x.stride(),
-                x.dtype,
-                aligned(x),
-                *asked,
-                None if zeros is None else zeros.dtype,
-                None if own is None else own[:2],
-                halved,
-            )
-            for x, *asked, zeros, own, halved in wanted
-        ]
-    )
-    shapes, launch = _layout(outlines)
-    found, jobs = [], []
-    for (x, wide, transposed, interleaved, zeros, own, _), (whole, across, there, busy) in zip(
-        wanted, shapes, strict=True
-    ):
-        data = None if there else torch.empty(whole, dtype=x.dtype, device=x.device)
-        widened = torch.empty(whole, dtype=torch.bfloat16, device=x.device) if wide else None
-        turned = torch.empty(across, dtype=x.dtype, device=x.device) if transposed else None
-        found.append(Laid(x if data is None else data, widened, turned, interleaved))
-        if busy:
-            jobs.append(_Copy(x, data, widened, turned, zeros, None if own is None else own.table))
-    if launch is not None:
-        places = tuple([tuple([None if each is None else each.data_ptr() for each in job]) for job in jobs])
-        begins = reduce(or_, [place or 0 for job in places for place in job])
-        if not launch.again(wanted[0].x.device.index, begins, (places,)):
-            launch((tuple(_Copy(*map(tensor_of, job)) for job in jobs),), begins)
-    return found
-
-
-@lru_cache(maxsize=KEPT)
-def _layout(outlines: tuple[tuple[Any, ...], ...]) -> _Layout:
-    """``outlines``: shape, strides, dtype, whether it is aligned, and what is wanted, by tensor."""
-    shapes: list[_Shapes] = []
+def copies_of(sources: Sequence[Source]) -> Copies:
+    """The copies of tensors as the backward's kernels read them, in one launch; none of what already lies so."""
+    wanted: list[Wanted | None] = []
+    busy: list[bool] = []
     extents: list[_Extent] = []
     steps, sizes, padded_sizes, pitches, orders, programs = [], [], [], [], [], 0
-    for shape, strides, _, readable, wide, transposed, interleaved, zeroed, own, halved in outlines:
-        batch, heads, length, size = shape
-        whole, long = sum(halves(size)) if halved else padded(size), rounded_up(length, PADDING)
-        if own is not None:
-            sequences, tiled = own
+    for source in sources:
+        batch, heads, length, size = source.shape
+        whole, long = sum(halves(size)) if source.halved else padded(size), rounded_up(length, PADDING)
+        if source.sequences is not None:
+            sequences, tiled = source.sequences
             long, batch = tiled.capacity(sequences, batch) * TOKENS, 1
-        there = own is None and readable and ready(shape, strides, whole)
-        busy = not there or wide or transposed or zeroed is not None
-        shapes.append(_Shapes((batch, heads, long, whole), (batch, heads, whole, long), there, busy))
-        if busy:
+        there = source.sequences is None and source.aligned and ready(source.shape, source.strides, whole)
+        rows = batch, heads, long, whole
+        wanted += (
+            None if there else Wanted(rows, source.dtype),
+            Wanted(rows, torch.bfloat16) if source.wide else None,
+            Wanted((batch, heads, whole, long), source.dtype) if source.transposed else None,
+        )
+        busy.append(not there or source.wide or source.transposed or source.zeroed)
+        if busy[-1]:
             blocks = long // TOKENS
             numbers = programs, batch * heads * blocks, heads, blocks, length
             extents.append(_Extent(*(2 * number + 3 for number in numbers)))
             programs += numbers[1]
-            steps.append(strides)
+            steps.append(tuple(source.strides))
             sizes.append(size)
             padded_sizes.append(padded(size))
             pitches.append(whole)
-            orders.append(transposed and interleaved)
+            orders.append(source.transposed and source.interleaved)
+    sources = tuple(sources)
     if not sizes:
-        return _Layout(tuple(shapes), None)
-    memory = tuple(each[2:] for each, shape in zip(outlines, shapes, strict=True) if shape.busy)
+        return Copies(sources, tuple(wanted), tuple(busy), None)
+    memory = tuple(source[2:] for source, at_work in zip(sources, busy, strict=True) if at_work)
     constants = (
         tuple(extents), tuple(steps), tuple(sizes), tuple(padded_sizes), tuple(pitches), TOKENS, tuple(orders)
     )  # fmt: skip
-    return _Layout(tuple(shapes), _COPIES((programs, 1, 1), constants, memory))
+    return Copies(sources, tuple(wanted), tuple(busy), _COPIES((programs, 1, 1), constants, memory))
+
+
+def lay_out(
+    copies: Copies, tensors: Sequence[Tensor | Piece], places: Sequence[Piece | None],
+    zeros: Sequence[Tensor | Piece | None], tables: Sequence[Tensor | None], device: torch.device,
+) -> list[Laid]:  # fmt: skip
+    """Copies of ``tensors`` at the ``places`` that were wanted; ``zeros`` and ``tables`` of lengths by tensor."""
+    found, jobs = [], []
+    for i, source in enumerate(copies.sources):
+        x, (data, wide, transposed) = tensors[i], places[3 * i : 3 * i + 3]
+        found.append(Laid(x if data is None else data, wide, transposed, source.interleaved))
+        if copies.busy[i]:
+            jobs.append((x, data, wide, transposed, zeros[i], tables[i]))
+    if copies.launch is not None:
+        addresses = tuple([tuple([None if each is None else each.data_ptr() for each in job]) for job in jobs])
+        begins = reduce(or_, [place or 0 for job in addresses for place in job])
+        if not copies.launch.again(device.index, begins, (addresses,)):
+            copies.launch((tuple(_Copy(*map(tensor_of, job)) for job in jobs),), begins)
+    return found
 
 
 def _contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attnbench.errors import InputError
-from attnbench.graph_pools import permanent
 from attnbench.kernels.contract import gradient_dtype
-from attnbench.problem.fp8 import Quantised, hadamard
+from attnbench.problem.fp8 import Quantised
 from attnbench.problem.lengths import Lengths
 from attnbench.problem.spec import AttentionSpec
 
 from ..blocks import Piece
-from ..descales import in_fp32, of_every_token
 from ..descriptors import Described, Shape, flipped, rows_of
-from ..forward.hopper import launch as forward_hopper_launch
 from ..launching import KEPT, Launch, Launches, on
-from ..quantise.stored import pieces
-from ..tile_map import Tiled, one_sided, sequences_of, tile_map
-from .copies import PADDING, TOKENS, Own, Wanted, lay_out_together, padded
+from .copies import padded
 from .hopper import launch as hopper
 from .keys import key_gradients
-from .layout import BLOCK, LOG2E, PEAK, lay_out_gradient
-from .operands import Extent, Layout, Prepared, turn_factor
+from .layout import BLOCK, LOG2E, PEAK
+from .operands import Layout, Prepared
+from .plan import prepared
 from .queries import query_gradients
 from .sums import ROWS, finish_query_gradients
 from .tiles import Tile, Tiles
@@ -39,100 +33,6 @@ __all__ = ["launch", "prepared", "run_all", "run_keys", "run_queries"]
 
 _Of = Literal["k", "v", "kv"]
 _KEYS, _QUERIES, _FINISH = Launches(key_gradients), Launches(query_gradients), Launches(finish_query_gradients)
-
-
-def prepared(
-    spec: AttentionSpec,
-    q: Quantised,
-    k: Quantised,
-    v: Quantised,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    narrow: bool,
-    tiles: Tiles,
-    *,
-    fused: bool = False,
-    lengths: Lengths | None = None,
-) -> Prepared:
-    """The passes over memory before the products, in two launches; arguments as in ``Saved``.
-
-    ``tiles`` say which kernels will run, because Hopper kernels read ``narrow`` transposed copies in another order.
-    ``fused``: for the fused kernel, if it serves.
-    """
-    (q_data, q_scale), (k_data, k_scale), (v_data, v_scale) = pieces(q), pieces(k), pieces(v)
-    scales: list[Tensor | Piece] = [in_fp32(x) for x in (q_scale, k_scale, v_scale)]
-    device, extent = grad_out.device, None
-    for x in (q_data, k_data, v_data, out, lse):
-        if x.device != device:  # an address of another device's memory would be read as one of this
-            raise InputError(
-                f"what was saved for the backward came back on {x.device}, and its gradient is on {device}"
-            )
-    own_q = own_kv = own_grad = None
-    if lengths is not None:
-        sizes = [x.shape[2] for x in (q_data, k_data, v_data)]
-        scales = [of_every_token(scale, length) for scale, length in zip(scales, sizes, strict=True)]
-        batch, shared = q_data.shape[0], all(x.granularity in ("tensor", "head") for x in (q, k, v))
-        extent = Extent(batch, sizes[0], sizes[1], sequences_of(lengths, batch), shared)
-        own_q, own_kv = (_own(extent, lengths, side, device) for side in ("q", "kv"))
-        own_grad = _own_gradient(extent, lengths, device)
-    outlines = tuple([(x.shape, x.stride()) for x in scales])
-    # Of sequences with lengths of their own the Hopper kernels serve only all gradients at once.
-    here = forward_hopper_launch.runs_on(device) and (fused or lengths is None)
-    layout = _layout(spec, q.rotated, here, outlines, extent)
-    by_key, by_query = (narrow and layout.served and tile.hopper is not None for tile in tiles[:2])
-    fused = fused and layout.served
-    gradient = lay_out_gradient(
-        spec,
-        grad_out,
-        out,
-        lse,
-        scales,
-        narrow=narrow,
-        factor=layout.scale if fused else None,
-        own=own_grad,
-        shared=layout.extent.shared,
-    )
-    sums = torch.empty(layout.q, dtype=torch.bfloat16, device=device) if fused else None
-    wanted = [
-        Wanted(q_data, not narrow, narrow, by_key, sums, own_q, halved=True),
-        Wanted(k_data, not (narrow or fused), narrow, by_query, own=own_kv, halved=True),
-        Wanted(v_data, own=own_kv),
-    ]
-    if narrow:
-        wanted.append(Wanted(gradient.laid.data, False, True, by_key))
-    laid_q, laid_k, laid_v, *laid_do = lay_out_together(wanted)
-    if narrow:
-        gradient = gradient._replace(laid=laid_do[0])
-    turn = _turn(spec.head_dim, layout.pitch, device) if q.rotated else None
-    return Prepared(layout, laid_q, laid_k, laid_v, gradient, scales[1], scales[2], turn, sums, lengths)
-
-
-def _own(extent: Extent, lengths: Lengths, side: Literal["q", "kv"], device: torch.device) -> Own:
-    """How the copies of one side's tensors find its sequences."""
-    assert extent.sequences is not None, "sequences of one length are copied whole"
-    stored = extent.seqlen_q if side == "q" else extent.seqlen_kv
-    tiled = Tiled("q", TOKENS, (PADDING, PADDING), (stored, stored), whole=True)
-    return Own(extent.sequences, tiled, tile_map(one_sided(lengths, side), extent.batch, tiled, device))
-
-
-def _own_gradient(extent: Extent, lengths: Lengths, device: torch.device) -> Own:
-    """The same for dO."""
-    tiled = extent.tiled("q", BLOCK, whole=True)
-    assert tiled is not None, "sequences of one length are copied whole"
-    assert extent.sequences is not None, "sequences of one length are copied whole"
-    return Own(extent.sequences, tiled, tile_map(lengths, extent.batch, tiled, device))
-
-
-@lru_cache(maxsize=KEPT)
-def _layout(
-    spec: AttentionSpec, rotated: bool, here: bool, scales: tuple[tuple[Sequence[int], Sequence[int]], ...],
-    extent: Extent | None = None,
-) -> Layout:  # fmt: skip
-    """``here``: on a GPU that runs the Hopper kernels; ``scales`` and ``extent`` as in ``Layout``."""
-    per_token = any(shape[2] > 1 for shape, _ in scales) and not (extent is not None and extent.shared)
-    served = here and hopper.serves(spec, per_token=per_token)
-    return Layout(spec, rotated, served, scales, extent)
 
 
 def run_keys(
@@ -192,7 +92,7 @@ def _for_keys_plain(
     return described, _KEYS(grid, constants, (dtype, extent.sequences is None), num_warps=tile.warps)
 
 
-def run_all(given: Prepared, sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def run_all(given: Prepared, sums: Tensor | Piece, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """dQ (B, H, Sq, D), dK (B, Hkv, Skv, D) and dV (B, Hkv, Skv, Dv) by the fused kernel.
 
     ``sums`` are zeros (B, H, padded Sq, padded D) in bf16; they become dQ if that is bf16, not padded and not rotated.
@@ -201,7 +101,8 @@ def run_all(given: Prepared, sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
     layout, device = given.layout, sums.device
     dk_out, dv_out = _for_keys(layout, dtype, device)
     hopper.run_all(given, sums, dk_out, dv_out)
-    if layout.summed_in_place and dtype == sums.dtype:
+    if layout.summed_in_place and dtype == torch.bfloat16:
+        assert isinstance(sums, Tensor), "what is returned has memory of its own"
         return sums, dk_out, dv_out
     dq_out = _for_queries(layout, dtype, device)
     memory = sums, given.turn, dq_out, given.tiles("q", ROWS)
@@ -219,23 +120,15 @@ def _finishing(layout: Layout, dtype: torch.dtype) -> Launch:
 
 def _for_keys(layout: Layout, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Memory for dK and dV."""
-    spec, extent = layout.spec, layout.extent
-    rows = extent.batch, spec.kv_heads, extent.seqlen_kv
-    return _memory(layout, (*rows, spec.head_dim), dtype, device), _memory(
-        layout, (*rows, spec.head_dim_v), dtype, device
-    )
+    make = torch.zeros if layout.gaps else torch.empty
+    _, dk, dv = layout.gradients
+    return make(dk, dtype=dtype, device=device), make(dv, dtype=dtype, device=device)
 
 
 def _for_queries(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory for dQ."""
-    spec, extent = layout.spec, layout.extent
-    return _memory(layout, (extent.batch, spec.heads, extent.seqlen_q, spec.head_dim), dtype, device)
-
-
-def _memory(layout: Layout, shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """New memory; zeros where there may be rows of no sequence."""
-    make = torch.zeros if layout.spec.lengths is not None and layout.spec.lengths.batch != "packed" else torch.empty
-    return make(shape, dtype=dtype, device=device)
+    make = torch.zeros if layout.gaps else torch.empty
+    return make(layout.gradients[0], dtype=dtype, device=device)
 
 
 def run_queries(given: Prepared, tile: Tile, narrow: bool, dtype: torch.dtype) -> Tensor:
@@ -281,14 +174,6 @@ def _for_queries_plain(
     )  # fmt: skip
     grid = extent.tiles("q", m), extent.entries * spec.heads, 1
     return described, _QUERIES(grid, constants, (dtype, extent.sequences is None), num_warps=tile.warps)
-
-
-@permanent
-def _turn(size: int, padded_size: int, device: torch.device) -> Tensor:
-    """The transpose of the rotation as signs and zeros in bf16, (padded_size, padded_size); see ``turn_factor``."""
-    back = hadamard(size).mT
-    signs = F.pad(back / turn_factor(size), (0, padded_size - size) * 2).round().to(torch.bfloat16).contiguous()
-    return signs.to(device)
 
 
 def launch(

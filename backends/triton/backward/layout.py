@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,14 +15,14 @@ from attnbench.problem.spec import AttentionSpec
 
 from ...common.layout import rounded_up
 from ..arithmetic import to_bf16, to_e4m3
-from ..blocks import Piece
+from ..blocks import Part, Piece, Wanted
 from ..descales import steps
-from ..launching import KEPT, Launch, Launches
+from ..launching import Launch, Launches
 from ..tile_map import Tiled
 from ..tile_rows import ROW, scale_of_keys
-from .copies import PADDING, Laid, Own, aligned, padded, ready
+from .copies import PADDING, Laid, padded, ready
 
-__all__ = ["BLOCK", "LOG2E", "PEAK", "VECTORS", "Gradient", "lay_out_gradient"]
+__all__ = ["BLOCK", "LOG2E", "PEAK", "VECTORS", "Gradient", "GradientPlan", "gradient_plan", "lay_out_gradient"]
 
 LOG2E = 1.4426950408889634
 PEAK = 256.0  # of P in e4m3: 448 is the largest number, and the rounding of the log-sum-exp may lift P above 1
@@ -47,8 +46,8 @@ class Gradient(NamedTuple):
     """
 
     laid: Laid
-    descale: Tensor
-    rows: Tensor
+    descale: Piece
+    rows: Piece
 
 
 @triton.jit
@@ -167,67 +166,72 @@ def _lay_out_gradient(
 _GRADIENTS = Launches(_lay_out_gradient)
 
 
-def lay_out_gradient(
-    spec: AttentionSpec, grad_out: Tensor, out: Tensor, lse: Tensor, descales: Sequence[Tensor | Piece], *,
-    narrow: bool, factor: float | None = None, own: Own | None = None, shared: bool = False,
-) -> Gradient:  # fmt: skip
-    """dO (B, H, Sq, Dv) of any strides in e4m3, and delta = rowsum(dO∘O), in one pass.
+class GradientPlan(NamedTuple):
+    """What calls share whose dO lies alike: memory for data, wide copy, descale and rows, and the launch.
 
-    ``out`` (B, H, Sq, Dv) and ``lse`` (B, H, Sq) are the forward's, the descales those of Q, K and V, (B, heads, S, 1)
-    or 1 for any axis.  ``narrow``: the kernels will read a transposed copy of dO, not made here, else the wide one.
-    ``factor``: for the fused kernel, whose dQ is that times dS · K; then no token of K or V may have its own scale.
-    ``own``: the queries' lengths where sequences have theirs, by ``BLOCK``; then everything has slots, and with
-    ``shared`` the tokens of a sequence share their descales.
+    ``there``: dO is its wide copy.
+    """
+
+    wanted: tuple[Wanted | None, ...]
+    there: bool
+    launch: Launch
+
+
+def gradient_plan(
+    spec: AttentionSpec, grad: tuple[Any, ...], out: tuple[Any, ...], lse: tuple[Any, ...],
+    descales: Sequence[Part], *,
+    narrow: bool, factor: float | None = None, sequences: tuple[int, Tiled] | None = None, shared: bool = False,
+) -> GradientPlan:  # fmt: skip
+    """For dO (B, H, Sq, Dv) of any strides, in e4m3 with delta = rowsum(dO∘O), in one pass.
+
+    ``grad``: dO's shape, strides, dtype, and whether TMA may begin to read where it begins; ``out`` (B, H, Sq, Dv) and
+    ``lse`` (B, H, Sq) are the forward's strides and dtypes; ``descales`` those of Q, K and V, (B, heads, S, 1) or 1 for
+    any axis.  ``narrow``: the kernels will read a transposed copy of dO, not made here, else the wide one.  ``factor``:
+    for the fused kernel, whose dQ is that times dS · K; then no token of K or V may have its own scale.
+    ``sequences``: how many there are with lengths of their own, by tiles of ``BLOCK`` queries; then everything has
+    slots, and with ``shared`` the tokens of a sequence share their descales.
     ptxas 12.8 loses bytes of a conversion to FP8 that two stores read, one of them transposed (seen on fp32).
     """
-    inputs = grad_out, out, lse, *descales
-    whole, blocks, rows_shape, there, launch = _gradient(
-        spec, narrow, factor, aligned(grad_out), tuple(grad_out.shape), *[(x.dtype, x.stride()) for x in inputs[:3]],
-        *[(x.dtype, x.shape, x.stride()) for x in descales], None if own is None else own[:2], shared,
-    )  # fmt: skip
-    device = grad_out.device
-    data = torch.empty(whole, dtype=torch.float8_e4m3fn, device=device)
-    wide = None if narrow else grad_out if there else torch.empty(whole, dtype=torch.bfloat16, device=device)
-    descale = torch.empty(blocks, dtype=torch.float32, device=device)
-    rows = torch.empty(rows_shape, dtype=torch.float32, device=device)
-    memory = *inputs, data, data if narrow else wide, descale, rows, None if own is None else own.table
-    launch.on(device, memory)
-    return Gradient(Laid(data, wide, None, False), descale, rows)
-
-
-@lru_cache(maxsize=KEPT)
-def _gradient(
-    spec: AttentionSpec, narrow: bool, factor: float | None, readable: bool,
-    shape: tuple[int, ...], grad: tuple[Any, ...], out: tuple[Any, ...], lse: tuple[Any, ...],
-    q: tuple[Any, ...], k: tuple[Any, ...], v: tuple[Any, ...], own: tuple[int, Tiled] | None, shared: bool,
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], bool, Launch]:  # fmt: skip
-    """Shapes of dO's copies, its descales and the rows, whether dO is its wide copy, and the launch.
-
-    For dO of this ``shape``, inputs of these dtypes, shapes and strides, and dO where TMA can read or not.
-    """
-    (batch, heads, length, size), keys = shape, spec.seqlen_kv
+    (batch, heads, length, size), keys = grad[0], spec.seqlen_kv
     whole, long = padded(size), rounded_up(length, PADDING)
     entries, blocks = batch, long // BLOCK
-    if own is not None:
-        sequences, tiled = own
-        entries, blocks, keys = 1, tiled.capacity(sequences, batch), tiled.stored[1]
+    if sequences is not None:
+        count, tiled = sequences
+        entries, blocks, keys = 1, tiled.capacity(count, batch), tiled.stored[1]
         long = blocks * BLOCK
     fused = factor is not None
-    there = (
-        fused
-        and readable
-        and own is None
-        and grad[0] == torch.bfloat16
-        and ready((batch, heads, length, size), grad[1], whole)
-    )
+    there = fused and grad[3] and sequences is None and grad[2] == torch.bfloat16 and ready(grad[0], grad[1], whole)
     larger = 0.0 if fused else math.log2(PEAK) if narrow else None
+    of_q, of_k, of_v = descales
     constants = (
-        *grad[1], *out[1], *lse[1], *steps(q[1], q[2], batch, heads, length),
-        *[step for x in (k, v) for step in steps(x[1], x[2], batch, spec.kv_heads, keys)[:2]],
+        *grad[1], *out[0], *lse[0], *steps(of_q.shape, of_q.strides, batch, heads, length),
+        *[step for x in (of_k, of_v) for step in steps(x.shape, x.strides, batch, spec.kv_heads, keys)[:2]],
         heads, spec.group, length, size, entries * heads * long, long, factor or 0.0,
-        LOG2E, larger, whole, BLOCK, v[1][2] > 1 and not shared, not (narrow or there), fused,
+        LOG2E, larger, whole, BLOCK, of_v.shape[2] > 1 and not shared, not (narrow or there), fused,
     )  # fmt: skip
-    dtypes = tuple(each[0] for each in (grad, out, lse, q, k, v))
+    dtypes = grad[2], out[1], lse[1], *[x.dtype for x in descales], sequences is None
     warps = 8 if whole <= 128 else 16
-    launch = _GRADIENTS((blocks, entries * heads, 1), constants, (*dtypes, own is None), num_warps=warps)
-    return (entries, heads, long, whole), (entries, heads, blocks), (VECTORS, entries, heads, long), there, launch
+    wanted = (
+        Wanted((entries, heads, long, whole), torch.float8_e4m3fn),
+        None if narrow or there else Wanted((entries, heads, long, whole), torch.bfloat16),
+        Wanted((entries, heads, blocks), torch.float32),
+        Wanted((VECTORS, entries, heads, long), torch.float32),
+    )
+    return GradientPlan(wanted, there, _GRADIENTS((blocks, entries * heads, 1), constants, dtypes, num_warps=warps))
+
+
+def lay_out_gradient(
+    plan: GradientPlan, grad_out: Tensor, out: Tensor, lse: Tensor, descales: Sequence[Tensor | Piece],
+    places: Sequence[Piece | None], table: Tensor | None,
+) -> Gradient:  # fmt: skip
+    """Writes them to the ``places`` that were wanted; ``table``: that of the queries' tiles."""
+    data, wide, descale, rows = places
+    assert data is not None
+    assert descale is not None
+    assert rows is not None
+    # A copy in e4m3 alone has the data where the kernel's unused pointer is.
+    more = grad_out if plan.there else wide
+    plan.launch.on(
+        grad_out.device, (grad_out, out, lse, *descales, data, data if more is None else more, descale, rows, table)
+    )
+    return Gradient(Laid(data, more, None, False), descale, rows)

@@ -84,6 +84,9 @@ class Layout:
         self.k_steps, self.v_steps = (steps(*each, *by_key) for each in scales[1:])
         varies = tuple(shape[2] > 1 and not extent.shared for shape, _ in scales)
         self.served = served
+        # Shapes of dQ, dK and dV, and whether they have rows of no sequence, which no kernel writes.
+        self.gradients = (*by_query, spec.head_dim), (*by_key, spec.head_dim), (*by_key, spec.head_dim_v)
+        self.gaps = spec.lengths is not None and spec.lengths.batch != "packed"
         # Padded, and so the shapes of Q, dO, K and V as they are laid out; ``rest``: columns of Q and K behind
         # ``head_dim``.
         (self.head_dim, self.rest), self.head_dim_v = halves(spec.head_dim), padded(spec.head_dim_v)
@@ -124,7 +127,7 @@ class Prepared(NamedTuple):
     k_scale: Tensor | Piece
     v_scale: Tensor | Piece
     turn: Tensor | None
-    sums: Tensor | None
+    sums: Tensor | Piece | None
     lengths: Lengths | None = None
 
     def tiles(self, side: Literal["q", "kv"], block: int) -> Tensor | None:

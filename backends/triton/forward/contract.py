@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from attnbench.problem.spec import GRANULARITIES, AttentionSpec
 from ...common.declared_errors import STEADY
 from ..interpreter import alone, misplaced
 from ..quantise.deferred import Deferred
-from ..quantise.stored import pieces
+from ..quantise.stored import Form, Stored
 from .tiles import HEAD_DIMS, WIDE_SCORES, Tile, head_class, one_pass_tile, tile_of
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ RECIPES = {
     **{f"fp8-{each}": Recipe(each) for each in GRANULARITIES if each != "head"},
     **{f"fp8-{each}-hadamard": Recipe(each, rotation="hadamard") for each in GRANULARITIES if each != "head"},
 }
+_Outline = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # a tensor's shape, strides and dtype
 _MIXING = ("fp8", "fp8-token")  # with other backends' backwards: the most accurate, and the one without leaks
 
 
@@ -85,22 +86,38 @@ class TritonForward(ForwardKernel):
         For training V comes in rows as well, for the backward.  V's keys are in the order of the tile.  Of tensors that
         the caller quantised only V is copied.
         """
-        given = inputs.quantised()
-        if given is not None:
+        if spec.descale is not None and (given := inputs.quantised()) is not None:
             return self._laid_out(*given, spec)
         q, k, v = inputs.unquantised()
-        (forward, plans), lengths, device = _modules(), inputs.lengths, q.device
-        plan: Plan = plans.plan(self.recipe, spec, *self._where(spec, q, lengths), *map(_outline, (q, k, v)))
-        with alone(device):
-            of_q, of_k, of_v = plan.quantised((q, k, v), lengths)
-        turned = self.recipe.rotation == "hadamard"
-        q_, k_ = of_q.operand(self.recipe, rotated=turned), of_k.operand(self.recipe, rotated=turned)
-        v_ = self._of_values(v, of_v, spec, lengths)
+        lengths, device = inputs.lengths, q.device
+        own = None if lengths is None else _own(lengths, q)
+        plan = _planned(self, spec, device, own, q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride())
+        if device.type == "cpu":
+            with alone(device):
+                made = plan.quantised((q, k, v), lengths)
+        else:
+            made = plan.quantised((q, k, v), lengths)
+
+        def operands() -> tuple[Quantised, Quantised, Quantised]:
+            recipe = self.recipe
+            return made[0].operand(recipe), made[1].operand(recipe), self._of_values(v, made[2], spec, lengths)
+
         if plan.layout is not None:
-            return Operands(spec, q_, k_, v_, plan.native(device, of_q, of_k, of_v, lengths), lengths)
+            forms = plan.quantising.forms if spec.training else ()
+            return Quantising(spec, operands, plan.native(device, None, made, lengths), lengths, made.kept.block, forms)
+        (forward, _), (q_, k_, v_) = _modules(), operands()
         of = forward.Operand
-        sides = of(q_.data, q_.descale), of(k_.data, k_.descale), of(of_v.transposed, v_.descale)
-        return Operands(spec, q_, k_, v_, forward.laid_out(spec, self._tile(spec, q.device), *sides, lengths), lengths)
+        sides = of(q_.data, q_.descale), of(k_.data, k_.descale), of(made[2].transposed, v_.descale)
+        return Operands(spec, q_, k_, v_, forward.laid_out(spec, self._tile(spec, device), *sides, lengths), lengths)
+
+    def _plan(
+        self, spec: AttentionSpec, device: torch.device, own: tuple[int, bool] | None, *outlines: _Outline
+    ) -> Plan:
+        """How Q, K and V, that lie so, are quantised and read; ``own`` as in ``_own``."""
+        forward, plans = _modules()
+        here = forward.hopper.runs_on(device)
+        made: Plan = plans.plan(self.recipe, spec, self._tile(spec, device), device, here, own, *outlines)
+        return made
 
     def _where(
         self, spec: AttentionSpec, q: Tensor, lengths: Lengths | None
@@ -108,7 +125,7 @@ class TritonForward(ForwardKernel):
         """The tile, the device, whether the Hopper kernels run there, and what of lengths a plan depends on."""
         forward, _ = _modules()
         device = q.device
-        own = None if lengths is None else (forward.sequences_of(lengths, q.shape[0]), lengths.batch != "packed")
+        own = None if lengths is None else _own(lengths, q)
         return self._tile(spec, device), device, forward.hopper.runs_on(device), own
 
     def _of_values(
@@ -180,7 +197,7 @@ class TritonWideScores(TritonForward):
         tile, device, _, own = self._where(spec, q, lengths)
         plan: Plan = plans.values_plan(self.recipe, spec, tile, device, own, _outline(v))
         with alone(device):
-            (made,) = plan.quantised((v,), lengths)
+            made = plan.quantised((v,), lengths)[0]
         v_, shared = self._of_values(v, made, spec, lengths), lengths is not None
         assert made.transposed is not None, "it was asked for"
         # A scale a sequence has each token's place.
@@ -229,12 +246,13 @@ class TritonOnePass(TritonForward):
         tile, device, *where = self._where(spec, q, lengths)
         plan: Plan = plans.casting_plan(self.recipe, spec, tile, device, *where, *map(_outline, (q, k, v)))
         with alone(device):
-            of_k, of_v = plan.quantised((k, v), lengths)
+            quantised = plan.quantised((k, v), lengths)
+        of_k, of_v = quantised
         q, of = q.detach(), forward.Operand
         k_, v_ = of_k.operand(self.recipe, block=tile.block_n), self._of_values(v, of_v, spec, lengths, tile.block_n)
         q_ = _by_token(q)
         if plan.reads(q):
-            native = plan.native(device, q, of_k, of_v, lengths)
+            native = plan.native(device, q, quantised, lengths)
         elif forward.casts(spec, tile, device):
             native = forward.laid_out_by_block(
                 spec, tile, q, of(of_k.data, of_k.descale), of(of_v.transposed, of_v.descale), lengths
@@ -248,10 +266,53 @@ class TritonOnePass(TritonForward):
         return self.tile or one_pass_tile(spec)
 
 
+class Quantising(Operands):
+    """Operands of tensors that were quantised, each of which is made when it is first read: most kernels read none."""
+
+    def __init__(
+        self, spec: AttentionSpec, make: Callable[[], tuple[Quantised, Quantised, Quantised]], native: Native,
+        lengths: Lengths | None, block: Tensor, forms: tuple[Form | None, ...],
+    ) -> None:  # fmt: skip
+        """``forms``: how Q, K and V lie in the block for a backward."""
+        self.spec, self.native, self.lengths, self._make = spec, native, lengths, make
+        self._block, self._forms = block, forms
+
+    def apart(self) -> tuple[list[Tensor | None], Callable[[Iterator[Tensor | None]], Operands]]:
+        """The block alone, where they lie in one."""
+        if self.lengths is not None or not self._forms or None in self._forms:
+            return super().apart()
+        return [self._block], partial(_in_block, self.spec, self._forms)
+
+    @cached_property
+    def _made(self) -> tuple[Quantised, Quantised, Quantised]:
+        return self._make()
+
+    @cached_property
+    def q(self) -> Quantised:  # type: ignore[override]
+        """(B, H, Sq, D)."""
+        return self._made[0]
+
+    @cached_property
+    def k(self) -> Quantised:  # type: ignore[override]
+        """(B, Hkv, Skv, D)."""
+        return self._made[1]
+
+    @cached_property
+    def v(self) -> Quantised:  # type: ignore[override]
+        """(B, Hkv, Skv, Dv)."""
+        return self._made[2]
+
+
+def _in_block(spec: AttentionSpec, forms: tuple[Form, Form, Form], tensors: Iterator[Tensor | None]) -> Operands:
+    block, (q, k, v) = next(tensors), forms
+    assert block is not None, "it was kept"
+    return Operands(spec, Stored.of(block, q), Stored.of(block, k), Stored.of(block, v))
+
+
 def check_plain(name: str, q: Quantised, k: Quantised, v: Quantised) -> None:
     """Raise InputError unless Q, K and V are e4m3, none smoothed, and Q and K rotated together or not at all."""
     for label, x in {"q": q, "k": k, "v": v}.items():
-        dtype = pieces(x)[0].dtype
+        dtype = x.data.dtype
         if dtype != torch.float8_e4m3fn:
             raise InputError(f"{name} computes in e4m3, {label} is {dtype}")
         if x.mean is not None:
@@ -300,8 +361,24 @@ def _modules() -> tuple[ModuleType, ModuleType]:
     return launch, plan
 
 
-def _outline(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+def _outline(x: Tensor) -> _Outline:
     return x.shape, x.stride(), x.dtype
+
+
+def _own(lengths: Lengths, q: Tensor) -> tuple[int, bool]:
+    """How many sequences have lengths of their own, and whether they are rows with padding."""
+    forward, _ = _modules()
+    return forward.sequences_of(lengths, q.shape[0]), lengths.batch != "packed"
+
+
+@lru_cache(maxsize=1024)
+def _planned(
+    kernel: TritonForward, spec: AttentionSpec, device: torch.device, own: tuple[int, bool] | None, dtype: torch.dtype,
+    q: tuple[int, ...], q_strides: tuple[int, ...], k: tuple[int, ...], k_strides: tuple[int, ...],
+    v: tuple[int, ...], v_strides: tuple[int, ...],
+) -> Plan:  # fmt: skip
+    """The kernel's plan for tensors of these shapes and strides, in one look-up a call."""
+    return kernel._plan(spec, device, own, (q, q_strides, dtype), (k, k_strides, dtype), (v, v_strides, dtype))
 
 
 @lru_cache(maxsize=1024)

@@ -16,7 +16,7 @@ from attnbench.problem.spec import AttentionSpec
 from ..blocks import Part
 from ..launching import KEPT
 from ..quantise.kernels import PADDING
-from ..quantise.launch import Quantisation, Unequal, written
+from ..quantise.launch import Unequal, Written, written
 from ..quantise.layout import Layout as Quantising
 from ..quantise.layout import Outline, Places, layout_of
 from . import launch
@@ -42,7 +42,7 @@ class Plan(NamedTuple):
     slots: tuple[tuple[_Side, int], ...]
     layout: Layout | None
 
-    def quantised(self, tensors: Sequence[Tensor], lengths: Lengths | None) -> list[Quantisation]:
+    def quantised(self, tensors: Sequence[Tensor], lengths: Lengths | None) -> Written:
         """The tensors quantised."""
         own = () if lengths is None else [Unequal(lengths, side, slot) for side, slot in self.slots]
         return written(self.quantising, tensors, own)
@@ -51,17 +51,21 @@ class Plan(NamedTuple):
         """Whether the kernel has a layout, and reads Q, which it casts, where it lies."""
         return self.layout is not None and aligned(q)
 
-    def native(
-        self, device: torch.device, q: Quantisation | Tensor, k: Quantisation, v: Quantisation, lengths: Lengths | None
-    ) -> Native:
-        """The kernel's arguments where it has a layout: all quantised, or Q as it is, which then has no descales."""
+    def native(self, device: torch.device, q: Tensor | None, made: Written, lengths: Lengths | None) -> Native:
+        """The kernel's arguments where it has a layout: all quantised, or ``q`` as it is, which then has no descales,
+        and K and V quantised.
+        """
         assert self.layout is not None, "another layout is made of the tensors"
-        scale = k if isinstance(q, Tensor) else q
-        begin = q.data_ptr() if isinstance(q, Tensor) else q.begins[0]
-        begins = begin, k.begins[0], v.begins[1], scale.begins[2], k.begins[2], v.begins[2], v.begins[2]
+        of_q, of_k, of_v = made.begins if q is None else (None, *made.begins)
+        if of_q is None:
+            assert q is not None, "it is either quantised or as it is"
+            begins = q.data_ptr(), of_k[0], of_v[1], of_k[2], of_k[2], of_v[2], of_v[2]
+        else:
+            begins = of_q[0], of_k[0], of_v[1], of_q[2], of_k[2], of_v[2], of_v[2]
 
         def make() -> Given:
-            rows, keys, values = q if isinstance(q, Tensor) else q.rows, k.rows, v.transposed
+            scale, k, v = made[0], made[-2], made[-1]
+            rows, keys, values = scale.rows if q is None else q, k.rows, v.transposed
             assert rows is not None, "they were asked for"
             assert keys is not None, "they were asked for"
             assert values is not None, "they were asked for"

@@ -35,6 +35,7 @@ __all__ = [
     "Request",
     "Tiles",
     "Unequal",
+    "Written",
     "quantised",
     "quantised_together",
     "tiles_for",
@@ -53,12 +54,8 @@ class Quantisation:
     (B, H, S, 1).
     """
 
-    def __init__(
-        self, outline: Outline, places: Places, kept: Memory, scratch: Memory, mean: Tensor | None,
-        begins: tuple[Any, ...],
-    ) -> None:  # fmt: skip
-        """``begins``: the addresses of rows, transposed copy, descale and partial magnitudes, None for nothing."""
-        self._places, self._kept, self._scratch, self.mean, self.begins = places, kept, scratch, mean, begins
+    def __init__(self, outline: Outline, places: Places, kept: Memory, scratch: Memory, mean: Tensor | None) -> None:
+        self._places, self._kept, self._scratch, self.mean = places, kept, scratch, mean
         self.length, self.interleaved = outline.shape[2], outline.interleaved
 
     @property
@@ -93,14 +90,14 @@ class Quantisation:
             ordered = interleaved(ordered, back=True)
         return ordered[..., : self.length].mT
 
-    def operand(self, recipe: Recipe, *, rotated: bool = False, block: int = BLOCK) -> Quantised:
+    def operand(self, recipe: Recipe, *, block: int = BLOCK) -> Quantised:
         """The same as ``problem.fp8`` has it, with a block's scale at each of its ``block`` tokens; tensors are made
         when read.
         """
 
         places, granularity = self._places, recipe.granularity
-        if places.stored is not None and granularity != "block" and self.mean is None:
-            return Stored.of(self._kept.block, places.stored, granularity, rotated)
+        if places.stored is not None:
+            return Stored.of(self._kept.block, places.stored)
 
         def of_tokens() -> Tensor:
             descale = self.descale
@@ -108,6 +105,7 @@ class Quantisation:
                 return descale.repeat_interleave(block, dim=2)[:, :, : self.length]
             return descale
 
+        rotated = places.signs is not None
         return Deferred.of(lambda: self.data, of_tokens, granularity, rotated=rotated, mean=self.mean)
 
     def job(self, x: Tensor, tiles: Tensor | None) -> Job:
@@ -172,36 +170,63 @@ def quantised_together(
         raise InputError(f"tensors quantised together lie on one device, not {[str(r.x.device) for r in requests]}")
     layout = layout_of(tuple(map(_outline, requests)), recipe, device, tiles, block)
     own = [request.unequal for request in requests]
-    return written(layout, [request.x for request in requests], own if any(own) else ())
+    return list(written(layout, [request.x for request in requests], own if any(own) else ()))
 
 
-def written(layout: Layout, tensors: Sequence[Tensor], own: Sequence[Unequal | None] = ()) -> list[Quantisation]:
+class Written:
+    """What was quantised of tensors that have one layout: their parts' addresses, and by number what is made of each.
+
+    ``begins``: of each the addresses of rows, transposed copy, descale and partial magnitudes, None for nothing.
+    """
+
+    __slots__ = ("_layout", "_means", "_scratch", "begins", "kept")
+
+    def __init__(
+        self, layout: Layout, kept: Memory, scratch: Memory, means: Sequence[Tensor | None],
+        begins: Sequence[tuple[Any, ...]],
+    ) -> None:  # fmt: skip
+        """``means``: what was subtracted of each; empty where nothing was."""
+        self._layout, self.kept, self._scratch, self._means, self.begins = layout, kept, scratch, means, begins
+
+    def __getitem__(self, place: int) -> Quantisation:
+        outline, places = self._layout.outlines[place], self._layout.places[place]
+        mean = self._means[place] if self._means else None
+        return Quantisation(outline, places, self.kept, self._scratch, mean)
+
+    def __len__(self) -> int:
+        return len(self.begins)
+
+
+def written(layout: Layout, tensors: Sequence[Tensor], own: Sequence[Unequal | None] = ()) -> Written:
     """What is quantised of tensors that have this layout, on one device; ``own``: lengths of their sequences."""
     device = tensors[0].device
     kept = layout.kept.memory(device)
     scratch = kept if layout.scratch is None else layout.scratch.memory(device)
-    begin, other = kept.address, scratch.address
-    begins, results, jobs = begin | other, [], []
-    for x, outline, places in zip(tensors, layout.outlines, layout.places, strict=True):
-        mean = x.detach().mean(dim=2, keepdim=True, dtype=torch.float32) if outline.smooth else None
+    begin, other, begins, jobs = kept.address, scratch.address, [], []
+    together = begin | other
+    for x, places in zip(tensors, layout.places, strict=True):
         rows, transposed, descale, partial = places.begins
         parts = (
             None if rows is None else begin + rows, None if transposed is None else other + transposed,
             begin + descale, None if partial is None else other + partial,
         )  # fmt: skip
-        results.append(Quantisation(outline, places, kept, scratch, mean, parts))
+        begins.append(parts)
         address = x.data_ptr()
-        begins |= address
+        together |= address
         jobs.append((address, *parts, *places.rest))
-    again = tuple(jobs)
+    means: list[Tensor | None] = []
+    if layout.smooth:
+        for x, outline in zip(tensors, layout.outlines, strict=True):
+            means.append(x.detach().mean(dim=2, keepdim=True, dtype=torch.float32) if outline.smooth else None)
+    results, again = Written(layout, kept, scratch, means, begins), tuple(jobs)
     tables: list[Tensor | None] = [None] * len(jobs)
     with on(device):
         for launch, tiled in zip(layout.launches, layout.tiled, strict=True):
             if own:
                 tables = list(map(_table, tensors, own, tiled))
                 again = tuple(map(_with_table, jobs, tables))
-            if layout.smooth or not launch.again(device.index, begins, (again,)):
-                launch((tuple(map(Quantisation.job, results, tensors, tables)),), begins)
+            if means or not launch.again(device.index, together, (again,)):
+                launch((tuple(map(Quantisation.job, results, tensors, tables)),), together)
     return results
 
 

@@ -21,6 +21,7 @@ from ..blocks import Block, Part, Wanted
 from ..launching import KEPT, Launch
 from ..tile_map import Tiled, capacity
 from .kernels import PADDING, Size, cast, largest_magnitudes
+from .stored import Form
 
 __all__ = ["TILES", "Layout", "Outline", "Places", "Tiles", "layout_of", "signs", "tiles_for"]
 
@@ -82,8 +83,8 @@ class Places(NamedTuple):
     """Places of what is written for a request, None where nothing is.
 
     ``rows`` and ``descale`` lie in the block that is kept.  ``signs`` and ``factor`` are the rotation's.  A job of
-    addresses has x, then the parts, which begin at ``begins`` in their blocks, then the ``rest``.  ``stored``: rows and
-    descale, if there are rows.
+    addresses has x, then the parts, which begin at ``begins`` in their blocks, then the ``rest``.  ``stored``: how rows
+    and descale are an operand; None where that takes more than reading them.
     """
 
     rows: Part | None
@@ -96,7 +97,7 @@ class Places(NamedTuple):
     far: int | None  # 1 or None, which Triton makes constants
     begins: tuple[int | None, int | None, int, int | None]
     rest: tuple[Any, ...]
-    stored: tuple[Part, Part] | None
+    stored: Form | None
 
 
 class Layout(NamedTuple):
@@ -113,6 +114,11 @@ class Layout(NamedTuple):
     launches: tuple[Launch, ...]
     tiled: tuple[tuple[Tiled | None, ...], ...]  # by launch, of each request
     smooth: bool
+
+    @property
+    def forms(self) -> tuple[Form | None, ...]:
+        """How each is an operand that lies in ``kept``."""
+        return tuple([each.stored for each in self.places])
 
 
 def tiles_for(recipe: Recipe, dim: int) -> Tiles:
@@ -253,7 +259,9 @@ def _places(
     begins = rows_begin, transposed_begin, descale.begin, magnitudes_begin
     far = 1 if reach >= 2**31 else None
     rest = None, None, None if turn is None else turn.data_ptr(), factor, None, slots, far, *outline.stride
-    stored = None if rows is None else (rows, descale)
+    stored = None
+    if rows is not None and recipe.granularity != "block" and not outline.smooth:
+        stored = Form(rows, descale, recipe.granularity, turn is not None)
     return Places(rows, transposed, descale, magnitudes, turn, factor, slots, far, begins, rest, stored)
 
 

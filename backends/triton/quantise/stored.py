@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
@@ -11,37 +12,57 @@ from attnbench.problem.spec import Granularity
 
 from ..blocks import Memory, Part, Piece
 
-__all__ = ["Stored", "pieces"]
+__all__ = ["Form", "Stored"]
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """How operands lie and what they are: one object for all that are alike, in keys compared by identity."""
+
+    data: Part
+    descale: Part
+    granularity: Granularity
+    rotated: bool
 
 
 class Stored(Quantised):
-    """A ``Quantised`` whose ``data`` and ``descale`` are parts of ``block``, the one tensor that is kept of it."""
+    """A plain e4m3 operand whose ``data`` and ``descale`` are parts of ``block``, the one tensor that is kept of it.
+
+    ``triton`` makes them, Q and K rotated together or not at all, and nothing smoothed.
+    """
 
     kept: ClassVar[tuple[str, ...]] = ("block",)
     block: Tensor
-    parts: tuple[Part, Part]
+    form: Form
 
     @classmethod
-    def of(cls, block: Tensor, parts: tuple[Part, Part], granularity: Granularity, rotated: bool) -> Stored:
-        """The tensor whose data and descale lie in these parts."""
+    def of(cls, block: Tensor, form: Form) -> Stored:
+        """The operand that lies so in this block."""
         made = cls.__new__(cls)
-        made.__dict__.update(block=block, parts=parts, granularity=granularity, rotated=rotated, mean=None)
+        made.__dict__.update(block=block, form=form)
         return made
 
     @property
     def data(self) -> Tensor:
         """(B, H, S, D) in FP8."""
-        return Memory(self.block).of(self.parts[0])
+        return Memory(self.block).of(self.form.data)
 
     @property
     def descale(self) -> Tensor:
         """One for all tokens of a head or a tensor, or (B, H, S, 1), in fp32."""
-        return Memory(self.block).of(self.parts[1])
+        return Memory(self.block).of(self.form.descale)
 
+    @property
+    def granularity(self) -> Granularity:
+        """Which elements share a scale."""
+        return self.form.granularity
 
-def pieces(x: Quantised) -> tuple[Tensor | Piece, Tensor | Piece]:
-    """Data and descale for a launch."""
-    if not isinstance(x, Stored):
-        return x.data, x.descale
-    memory, (data, descale) = Memory(x.block), x.parts
-    return Piece(memory, data), Piece(memory, descale)
+    @property
+    def rotated(self) -> bool:
+        """Whether it was."""
+        return self.form.rotated
+
+    def pieces(self) -> tuple[Piece, Piece]:
+        """Data and descale for a launch."""
+        memory = Memory(self.block)
+        return Piece(memory, self.form.data), Piece(memory, self.form.descale)

@@ -138,3 +138,21 @@ def test_fake_tensors_have_the_answers_shape(within: bool) -> None:
         out = attention(*fake, is_causal=True)
     assert (out.shape, out.dtype) == ((1, 2, 5, 8), torch.bfloat16)
     assert type(out) is type(fake[0])
+
+
+class _WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> None:
+        return None
+
+
+def test_what_comes_after_may_have_no_gradient_to_give() -> None:
+    leaves = [x.requires_grad_() for x in tensors()]
+    out = attention(*leaves)
+    assert isinstance(out, Tensor)
+    found = torch.autograd.grad(_WithoutGradient.apply(out).sum(), leaves)
+    assert not any(x.any() for x in found)

@@ -16,6 +16,6 @@ def test_inputs_are_tensors_or_quantised_and_say_which():
     quantised = Inputs.of(given)
     assert quantised.quantised() == given
     assert quantised.device == q.device
-    assert not quantised.is_cuda
+    assert not quantised.q.is_cuda
     with pytest.raises(TypeError, match="declares no descales"):
         quantised.unquantised()

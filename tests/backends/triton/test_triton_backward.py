@@ -7,7 +7,7 @@ from dataclasses import replace
 import dense
 import pytest
 import torch
-from backwards import LONG, check, exactly_eight_bits, make, saved
+from backwards import LONG, check, copied, exactly_eight_bits, make, saved
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from problems import Problem, problems
@@ -278,10 +278,10 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_copies_hold_the_same_numbers_and_what_lies_right_is_not_copied() -> None:
-    from attnbench.backends.triton.backward.copies import halves, lay_out
+    from attnbench.backends.triton.backward.copies import halves
 
     x = quantise(torch.randn(2, 3, 150, 24), Recipe("token")).data
-    laid = lay_out(x.transpose(1, 2).contiguous().transpose(1, 2), wide=True, transposed=True)
+    (laid,) = copied([(x.transpose(1, 2).contiguous().transpose(1, 2), {"wide": True, "transposed": True})])
     assert laid.wide is not None
     assert laid.transposed is not None
     assert (laid.data.shape, laid.transposed.shape) == ((2, 3, 256, 32), (2, 3, 32, 256))
@@ -293,7 +293,7 @@ def test_copies_hold_the_same_numbers_and_what_lies_right_is_not_copied() -> Non
         (64, 0), (128, 0), (128, 32), (128, 64), (256, 0), (256, 0)
     ]  # fmt: skip
     ready = torch.zeros(2, 3, 256, 64, dtype=torch.float8_e4m3fn)
-    assert lay_out(ready).data.data_ptr() == ready.data_ptr()
+    assert copied([(ready, {})])[0].data.data_ptr() == ready.data_ptr()
 
 
 def test_tiles_are_the_committed_ones_else_what_fits() -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from backwards import make, saved
+from backwards import copied, make, saved
 from torch import Tensor
 
 from attnbench import AttentionSpec, Mask
@@ -20,13 +20,12 @@ from attnbench.problem.fp8 import Quantised, Recipe, quantise
 pytest.importorskip("triton")
 
 from attnbench.backends.triton import TritonForward
-from attnbench.backends.triton.backward import copies as backward_copies
 from attnbench.backends.triton.backward import launch as backward_launch
-from attnbench.backends.triton.backward import layout as backward_layout
+from attnbench.backends.triton.backward import plan as backward_plan
 from attnbench.backends.triton.backward.contract import TritonBackward
-from attnbench.backends.triton.backward.copies import Wanted, lay_out, lay_out_together
 from attnbench.backends.triton.backward.hopper import launch as backward_hopper_launch
 from attnbench.backends.triton.backward.tiles import Ring, Tile, Tiles
+from attnbench.backends.triton.forward import contract as forward_contract
 from attnbench.backends.triton.forward import launch as forward
 from attnbench.backends.triton.forward import plan as forward_plan
 from attnbench.backends.triton.forward.hopper import launch as forward_hopper_launch
@@ -35,7 +34,7 @@ from attnbench.backends.triton.interpreter import interpreted
 from attnbench.backends.triton.launching import Launch
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="kernels run here, under the interpreter")
-MODULES = (backward_copies, backward_hopper_launch, backward_launch, backward_layout, forward, forward_plan)
+MODULES = (backward_hopper_launch, backward_launch, backward_plan, forward, forward_contract, forward_plan)
 TILE = Tile(64, 64, 4, 2)
 FORWARD_TILE = ForwardTile(16, 32, 4, 2)
 HEAD = Recipe("head")
@@ -222,7 +221,7 @@ def test_threads_with_problems_of_their_own_get_their_own_answers() -> None:
 def test_a_gpu_that_runs_the_hopper_kernels_has_another_layout_than_one_that_does_not() -> None:
     spec, (q, k, v, _) = make(70, 90, head_dim=64)
     scales = tuple((x.shape, x.stride()) for x in (quantise(x, HEAD).descale for x in (q, k, v)))
-    found = [backward_launch._layout(spec, False, here, scales).served for here in (True, False, True)]
+    found = [backward_plan._layout(spec, False, here, scales).served for here in (True, False, True)]
     assert found == [True, False, True]
 
 
@@ -236,24 +235,24 @@ def test_tensors_laid_out_together_are_those_laid_out_alone_in_one_launch(monkey
     monkeypatch.setattr(Launch, "__call__", lambda *said: (launches.append(said[0]), start(*said)))
     zeros = torch.full((2, 3, 256, 64), torch.nan, dtype=torch.bfloat16)
     ready = _e4m3((1, 2, 128, 64))
-    wanted = [
-        Wanted(_e4m3((2, 3, 150, 40)), wide=True, zeros=zeros),
-        Wanted(ready),
-        Wanted(_e4m3((1, 2, 300, 128)).mT.contiguous().mT, transposed=True, interleaved=True),
-        Wanted(beside(_e4m3((2, 1, 7, 33)))),
-        Wanted(ready, wide=True, transposed=True),
+    wanted: list[tuple[Tensor, dict[str, Any]]] = [
+        (_e4m3((2, 3, 150, 40)), {"wide": True, "zeroed": True}),
+        (ready, {}),
+        (_e4m3((1, 2, 300, 128)).mT.contiguous().mT, {"transposed": True, "interleaved": True}),
+        (beside(_e4m3((2, 1, 7, 33))), {}),
+        (ready, {"wide": True, "transposed": True}),
     ]
-    found = lay_out_together(wanted)
+    found = copied(wanted, (zeros, *[None] * 4))
     assert len(launches) == 1
     assert not zeros.any()
     assert found[1].data.data_ptr() == found[4].data.data_ptr() == ready.data_ptr()
-    for together, (x, wide, transposed, order, *_) in zip(found, wanted, strict=True):
-        alone = lay_out(x, wide=wide, transposed=transposed, interleaved=order)
-        for a, b in zip(together[:3], alone[:3], strict=True):
+    for together, (x, more) in zip(found, wanted, strict=True):
+        (alone,) = copied([(x, {**more, "zeroed": False})])
+        for a, b in zip(together, alone, strict=True):
             assert (a is None) is (b is None)
             assert a is None or torch.equal(a.float(), b.float())
     launches.clear()
-    lay_out_together([Wanted(ready), Wanted(ready)])
+    copied([(ready, {}), (ready, {})])
     assert not launches
 
 
@@ -261,15 +260,15 @@ def test_rows_that_are_ready_are_copied_where_tma_could_not_read_them() -> None:
     ready = _e4m3((1, 2, 128, 64))
     off = moved(ready.view(torch.uint8)).view(ready.dtype)
     for x in (ready, off, ready):
-        found = lay_out(x, wide=True)
+        (found,) = copied([(x, {"wide": True})])
         assert (found.data.data_ptr() == x.data_ptr()) is (x is ready)
         assert torch.equal(found.data.float(), x.float())
 
 
 def test_copies_of_another_format_are_another_launch(started: list[Started]) -> None:
     x = _e4m3((1, 2, 150, 64))
-    lay_out(x)
-    lay_out(x.view(torch.float8_e5m2))
+    copied([(x, {})])
+    copied([(x.view(torch.float8_e5m2), {})])
     assert started[0].launch is not started[1].launch
 
 

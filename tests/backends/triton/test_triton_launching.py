@@ -107,7 +107,7 @@ def test_threads_that_share_a_launch_start_it_with_their_own_memory(kernel):
 
 
 def test_the_gpu_is_changed_only_where_it_is_another(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(launching, "_current", lambda: 1)
     with on(torch.device("cuda", 1)), on(torch.device("cpu")):
         pass  # without a GPU any change would fail
     changed = on(torch.device("cuda", 0))

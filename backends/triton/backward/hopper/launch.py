@@ -84,7 +84,7 @@ def _keys(layout: Layout, ring: Ring, narrow: bool, dtype: torch.dtype) -> tuple
     return tiles, _launches("keys", narrow)(grid, constants, alike, **_options())
 
 
-def run_all(given: Prepared, dq_sums: Tensor, dk_out: Tensor, dv_out: Tensor) -> None:
+def run_all(given: Prepared, dq_sums: Tensor | Piece, dk_out: Tensor, dv_out: Tensor) -> None:
     """Adds to dQ's sums (B, H, padded Sq, padded D) bf16, and writes dK and dV, on the current stream."""
     do, rows = given.gradient.laid, given.gradient.rows
     tiles, start = _all(given.layout, dk_out.dtype)
@@ -173,7 +173,7 @@ def _options() -> dict[str, int]:
     return {"num_warps": 4, "maxnreg": registers()[0]}
 
 
-def _descales(given: Prepared, narrow: bool) -> tuple[Tensor, ...]:
+def _descales(given: Prepared, narrow: bool) -> tuple[Piece, ...]:
     """dO's: P in bf16 is as much larger as the wide copy is smaller, and no sum needs them."""
     return (given.gradient.descale,) if narrow else ()
 

@@ -23,6 +23,7 @@ pytest.importorskip("triton", minversion="3.6")
 from attnbench.backends.triton.backward.contract import TritonBackward
 from attnbench.backends.triton.backward.operands import Prepared
 from attnbench.backends.triton.backward.tiles import Ring, Tile, Tiles
+from attnbench.backends.triton.blocks import tensor_of
 from attnbench.backends.triton.interpreter import interpreted
 from attnbench.backends.triton.launching import Launch
 
@@ -95,14 +96,13 @@ def moved(x: Tensor) -> Tensor:
 def test_what_lies_right_has_no_copy_and_dq_is_summed_where_it_is_returned(
     ran: Ran, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Q's wide copy is all that bf16 numbers get memory for, beside the gradients; every shape is another."""
+    """A backward allocates its gradients and one block more, in which only Q has a wide copy."""
     spec, (q, k, v, grad) = make(256, 384, head_dim=64, head_dim_v=128)
     given, empty, made = saved(spec, q, k, v, (HEAD,) * 3), torch.empty, []
 
     def allocated(*said: Any, **more: Any) -> Tensor:
         x = empty(*said, **more)
-        if x.dtype == torch.bfloat16:
-            made.append(tuple(x.shape))
+        made.append((x.dtype, tuple(x.shape)))
         return x
 
     with monkeypatch.context() as patch:
@@ -113,9 +113,11 @@ def test_what_lies_right_has_no_copy_and_dq_is_summed_where_it_is_returned(
     assert prepared.sums is not None
     assert prepared.gradient.laid.wide.data_ptr() == grad.data_ptr()
     assert prepared.sums.data_ptr() == dq.data_ptr()
-    assert prepared.k.wide is None
-    wanted = [tuple(x.shape) for x in (q, dq, dk, dv)]
-    assert sorted(made) == sorted(wanted)
+    assert prepared.q.wide is not None
+    assert prepared.k.wide is prepared.v.wide is None
+    block, *gradients = made
+    assert block[0] == torch.uint8
+    assert sorted(gradients, key=str) == sorted([(x.dtype, tuple(x.shape)) for x in (dq, dk, dv)], key=str)
     assert launched == ["_lay_out_gradient", "_lay_out", "all_gradients_hopper"]
     checked(given, grad, ran)
 
@@ -136,7 +138,7 @@ def test_a_gradient_that_lies_otherwise_or_is_not_bf16_is_copied(
     change: Callable[[Tensor], Tensor], more: dict[str, Any], ran: Ran
 ) -> None:
     given, grad = problem(**{"seqlen_q": 128, "mask": Mask(right=0), **more})
-    found = checked(given, change(grad), ran).gradient.laid.wide
+    found = tensor_of(checked(given, change(grad), ran).gradient.laid.wide)
     assert found is not None
     assert found.dtype == torch.bfloat16
     length, size = grad.shape[2:]

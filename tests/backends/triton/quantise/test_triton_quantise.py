@@ -138,7 +138,7 @@ def test_rotated_and_smoothed_it_is_half_an_ulp_from_the_truth(
     moved = truth
     if rotation == "hadamard":
         truth = truth @ hadamard(x.shape[3]).double()
-    operand = found.operand(recipe, rotated=rotation == "hadamard")
+    operand = found.operand(recipe)
     descale = operand.descale.double()
     noise = 1e-5 * truth.abs().amax((2, 3), keepdim=True) + 1e-6 * x.abs().max()  # of sums in fp32
     relative, absolute = HALF_ULP[format]
