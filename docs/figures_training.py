@@ -201,6 +201,40 @@ def vit(results: Path = RESULTS) -> Table:
     return [*heads, "times as fast as plain"], lines
 
 
+def vit_verdict(results: Path = RESULTS) -> str:
+    """The article's two gains beside those of here, of each cell with its graphs."""
+    said = []
+    for cell in turns("vit", results):
+        plain, te, fp8 = (_find(cell, *each) for each in (("plain", "bf16"), ("te", "bf16"), ("te", "te-fp8")))
+        launched = [_find(cell, *each, graphs=False) for each in (("plain", "bf16"), ("te", "bf16"), ("te", "te-fp8"))]
+        ours, compiled = _find(cell, "plain", "te-fp8"), _find(cell, "plain", "bf16", compile=True)
+        pairs = [(te, plain), (fp8, te), (fp8, plain), (compiled, plain), (ours, plain)]
+        pairs += [(launched[1], launched[0]), (launched[2], launched[0])]
+        ratios = [_times_as_fast(*pair) for pair in pairs]
+        if None in ratios:
+            continue
+        block, eight, both, fused, own, *host = (f"{found[1]:.2f}" for found in ratios if found is not None)
+        said += [
+            f"- **Without the host** TransformerEngine's block is {block} times as fast as timm's in bf16, and in FP8 "
+            f"{eight} times as fast as itself in bf16: {both} times together.",
+            f"- **Timm's block** is {fused} times as fast when it is compiled, still in bf16, and {own} times with "
+            "TransformerEngine's FP8 linears and attention chosen here.",
+            f"- **Launched by the host**, as in the article, TransformerEngine's block is {host[0]} times as fast as "
+            f"timm's in bf16 and {host[1]} times in FP8, because its host does more.",
+        ]
+    return "\n".join(said)
+
+
+def _find(cell: list[TrainingRun], block: str, linears: str, **how: bool) -> TrainingRun | None:
+    """The first run of a block, in bf16 with torch's or its own attention; from a graph and not compiled by default."""
+    asked = block, linears, how.get("compile", False), how.get("graphs", True)
+    for run in cell:
+        said = run.settings
+        if (said["block"], said["linears"], said["compile"], _replayed(run)) == asked:
+            return run
+    return None
+
+
 def _is_plain(run: TrainingRun) -> bool:
     said = run.settings
     return (said["block"], said["linears"], said["compile"]) == ("plain", "bf16", False)
@@ -231,13 +265,13 @@ def policies(results: Path = RESULTS) -> Table:
     for cell in turns("policies", results):
         for run in cell:
             policy = str(run.settings["policy"])
-            end = float(np.mean(run.loss[-(len(run.loss) // 5) :])) if run.status == "ok" else float("nan")
-            first = float(np.mean(cell[0].loss[-(len(cell[0].loss) // 5) :]))
+            end, first = (float(np.mean(each.loss[-max(1, len(each.loss) // 5) :])) for each in (run, cell[0]))
             gap = "" if run is cell[0] else f" ({end / first - 1:+.2%})"
             own = _over(run, cell[0])
-            lines.append([_gpus(run), f"`{policy}`", *_POLICIES[policy], *_speed(run), own, f"{end:.4f}{gap}"])
+            lines.append([_gpus(run), f"`{policy}`", *_POLICIES[policy], *_speed(run), own, str(len(run.loss)),
+                          f"{end:.3f}{gap}"])  # fmt: skip
     heads = ["GPU", "policy", "weights", "passes", "updated", "step", "a second", "memory"]
-    return [*heads, "times as fast as the first", "loss of the last fifth"], lines
+    return [*heads, "times as fast as the first", "steps", "loss of their last fifth"], lines
 
 
 _TIMED = ("ok", "unfinished")  # fewer rounds than were asked for are rounds
@@ -281,20 +315,22 @@ def ranks() -> Table:
     return ["GPUs", "parallel", "attention", "tokens/s", "memory per GPU", "scaling efficiency"], lines
 
 
-def learning(*groups: Sequence[str]) -> Table:
-    """Loss curves of FP8 attention against 16 bits, with the verdicts; the folders of a group have one baseline."""
+def learning() -> Table:
+    """Loss curves of FP8 attention against 16 bits, of every folder of ``learning``, with the verdicts."""
+    folders = sorted(path.parent.relative_to(H200).as_posix() for path in H200.glob(f"learning/*/{ROWS}"))
     lines = []
-    for folders in groups:
-        for arm, baseline, said in compare_arms(arms(*folders)):
-            assert None not in (said.gap, said.low, said.high), "they ended"
-            gap = f"{said.gap:+.2%} ({said.low:+.2%} to {said.high:+.2%})"
-            found = [sign for run in arm.runs for sign in run.signs]
-            checks, breaches = sum(sign.checks for sign in found), sum(sign.breaches for sign in found)
-            guarded = f"{breaches} in {checks} checks" if checks else ""
-            size = f"{_part(arm.first)}, {arm.first.settings['seqlen']:,} tokens"
-            losses = [f"{each.end:.4f}" for each in (baseline, arm)]
-            lines.append([size, f"`{_named(arm.first)}`", str(len(arm.runs)), *losses, gap, said.verdict, guarded])
-    return ["model", "attention", "seeds", "loss, 16 bits", "loss", "gap", "verdict", "breaches"], lines
+    for arm, baseline, said in compare_arms(arms(*folders)):
+        assert None not in (said.gap, said.low, said.high), "they ended"
+        found = [sign for run in arm.runs for sign in run.signs]
+        checks, breaches = sum(sign.checks for sign in found), sum(sign.breaches for sign in found)
+        how = arm.first.settings
+        lines.append([
+            f"{_part(arm.first)}, {how['steps']} steps of {how['batch']} × {how['seqlen']:,} tokens",
+            *(f"`{_named(arm.first)}`", str(len(arm.runs)), f"{baseline.end:.4f}", f"{arm.end:.4f}"),
+            f"{said.gap:+.2%} ({said.low:+.2%} to {said.high:+.2%})",
+            *(said.verdict, f"{breaches} in {checks} checks" if checks else ""),
+        ])  # fmt: skip
+    return ["model", "attention", "seeds", "loss, 16 bits", "loss", "gap", "verdict", "guard's breaches"], lines
 
 
 def scatter() -> float:

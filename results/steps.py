@@ -212,6 +212,8 @@ class Turns:
                 break
             for arm in arms:
                 arm.step(number)
+                if number < _WARM:  # which may take minutes
+                    self._write(arms)
             self._write(arms)
         for arm in arms:
             if not self._spent():

@@ -47,7 +47,7 @@ class Replayed:
     ) -> None:
         self._batch = tuple(each.clone() for each in batch)
         step = trainable, optimiser, parameters, self._batch
-        aside = torch.cuda.Stream()
+        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
             for _ in range(_WARM):
