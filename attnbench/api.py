@@ -170,7 +170,7 @@ def explain(question: Question) -> Choice:
     the others too.  Raises what ``attention`` raises.
     """
     if ring.sharing.active is not None:
-        raise InputError("over several ranks each step has a plan of its own: integrations.context_parallel.explain")
+        raise InputError("over several ranks each step has a plan of its own; call context_parallel.explain instead")
     if any(isinstance(x, Tensor) and x.layout is torch.jagged for x in question[:3]):
         question = question._replace(**Jagged(*question[:3], question.layout).arguments)
     check_askable(*question[:3], question.window)

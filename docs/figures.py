@@ -247,14 +247,21 @@ def learning_rules() -> str:
     return "\n".join(f"{place}. **{verdict}**: {rule}." for place, (verdict, rule) in enumerate(RULES, 1))
 
 
+def page_of(backend: str) -> str | None:
+    """The page of a backend, as pages in docs/ link to it: torch's own share one; None for a third party's."""
+    page, _, anchor = (f"sdpa#{backend}" if backend.startswith("sdpa-") else backend).partition("#")
+    place = f"backends/{page}.md"
+    return f"{place}{anchor and '#'}{anchor}" if (DOCS / place).exists() else None
+
+
 def backends() -> str:
     """Every backend with its page and its summary."""
     known = kernels()
-    pages = {page.stem for page in (DOCS / "backends").glob("*.md")}
-    named = {backend_of(name) for name in (*known.forwards, *known.backwards)} & pages
+    named = {backend_of(name) for name in (*known.forwards, *known.backwards)}
+    pages = {name: page_of(name) for name in sorted(named)}
     return _table(
         ["backend", "what it is"],
-        [[f"[`{name}`](backends/{name}.md)", known.backend(name).summary] for name in sorted(named)],
+        [[f"[`{name}`]({page})", known.backend(name).summary] for name, page in pages.items() if page],
     )
 
 
@@ -281,7 +288,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "forward-errors": forward_errors,
     "guard-rows": guard_rows,
     "ladder": ladder,
-    "learning": lambda: _table(*training.learning("learning/te", "learning/triton")),
+    "learning": lambda: _table(*training.learning(("learning/te", "learning/triton"))),
     "learning-rules": learning_rules,
     "models": models,
     "lengths": lengths,

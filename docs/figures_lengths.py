@@ -1,4 +1,4 @@
-"""The rows of the table in docs/lengths.md of who serves batches of sequences of unequal length, from the kernels."""
+"""The rows of the table in docs/how-to/lengths.md of who serves sequences of unequal length, from the kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of docs/models.md, from the rows of ``attnbench sweep --preset models`` in ``results/GPU/zoo``.
+"""The tables of docs/explanation/models.md, from rows of ``attnbench sweep --preset models`` in ``results/GPU/zoo``.
 
 A layer of published models has one line: in each direction the fastest 16-bit plan, and the fastest plan with FP8.
 """

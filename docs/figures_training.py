@@ -1,4 +1,4 @@
-"""The tables and sentences of docs/end-to-end.md, from the committed rows of trainings (results/GPU/...)."""
+"""The tables and sentences of docs/explanation/end-to-end.md, from committed rows of trainings (results/GPU/...)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from attnbench.harness.training.judge.arms import Arm, arms_of, compare_arms, sc
 from attnbench.harness.training.judge.learning import pairs_of
 from attnbench.harness.training.judge.power import chances, seeds_needed
 from attnbench.harness.training.models.gpt import SIZES
-from attnbench.harness.training.report.summary import offers_of
 from attnbench.harness.training.rows import ROWS, TrainingRun, read_runs
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
@@ -54,10 +53,13 @@ class Cell:
 
     def times_as_fast(self, name: str, run: TrainingRun | None) -> tuple[float, float, float] | None:
         """(low, median, high) of how many times as fast a run is as the named one, step by step of the same rounds."""
-        other = self.runs.get(name)
-        if run is None or other is None or not (run.samples_ms and other.samples_ms):
-            return None
-        return median_interval([theirs / ours for ours, theirs in zip(run.samples_ms, other.samples_ms, strict=False)])
+        return _times_as_fast(run, self.runs.get(name))
+
+
+def _times_as_fast(run: TrainingRun | None, other: TrainingRun | None) -> tuple[float, float, float] | None:
+    if run is None or other is None or run is other or not (run.samples_ms and other.samples_ms):
+        return None
+    return median_interval([theirs / ours for ours, theirs in zip(run.samples_ms, other.samples_ms, strict=False)])
 
 
 def cells(results: Path = RESULTS) -> list[Cell]:
@@ -170,23 +172,100 @@ def _ratio(found: tuple[float, float, float] | None) -> str:
     return f"{middle:.3f} ({low:.3f} to {high:.3f})" if np.isfinite(high) else f"{middle:.3f}"
 
 
-def vit() -> Table:
-    """The article's experiment: images per second, and images per price, compared with the plain model."""
-    every = arms("vit")
-    (plain,) = (arm for arm in every if arm.baseline)
-    value = {offer.label: f"{offer.units_per_price:,.0f}" for offer in offers_of(every)}
+def turns(part: str, results: Path = RESULTS) -> list[list[TrainingRun]]:
+    """The runs of ``results/GPU/part`` that took their steps in turn, by cell: each in the order of the choices."""
+    found: dict[object, list[TrainingRun]] = {}
+    for path in sorted(results.glob(f"*/{part}/{ROWS}")):
+        for run in read_runs(path):
+            if run.settings.get("interleaved"):
+                said = run.settings
+                found.setdefault((path, said["size"], said["seqlen"], said["batch"], said.get("packing")), []).append(
+                    run
+                )
+    return list(found.values())
+
+
+def vit(results: Path = RESULTS) -> Table:
+    """The article's experiment: each block launched by the host, and replayed from a CUDA graph, over timm's block."""
     lines = []
-    for arm in every:
-        said, share = arm.first.settings, arm.attention_share
-        assert None not in (arm.units_per_second, plain.units_per_second, arm.memory_bytes), "it trained"
-        more = "" if arm is plain else f"{arm.units_per_second / plain.units_per_second - 1:+.0%}"
-        cells = [f"{arm.units_per_second:,.0f}", f"{arm.median_ms:.0f}", f"{arm.memory_bytes / 2**30:.1f} GiB"]
-        named = "its own" if said["block"] == "te" else _named(arm.first)
-        told = "" if share is None else f"{share:.0%}"
-        lines.append([said["block"], said["linears"], named, *cells, told, value[arm.label], more])
-    heads = ["block", "linears", "attention", "images/s", "step, ms", "memory", "attention's share"]
-    heads += ["images for a price of 1", "compared with plain"]
-    return heads, lines
+    for cell in turns("vit", results):
+        plain = {_replayed(run): run for run in cell if run.settings["attention"] == "sdpa" and _is_plain(run)}
+        for run in cell:
+            said = run.settings
+            named = "its own" if said["block"] == "te" else _choice(run)
+            how = ", ".join(each for each, on in (("compiled", said["compile"]), ("graph", _replayed(run))) if on)
+            own = _over(run, plain.get(_replayed(run)))
+            lines.append([_gpus(run), str(said["batch"]), said["block"], said["linears"], named, how or "launched",
+                          *_speed(run), own])  # fmt: skip
+    heads = ["GPU", "images a step", "block", "linears", "attention", "how", "step", "a second", "memory"]
+    return [*heads, "times as fast as plain"], lines
+
+
+def _is_plain(run: TrainingRun) -> bool:
+    said = run.settings
+    return (said["block"], said["linears"], said["compile"]) == ("plain", "bf16", False)
+
+
+def _replayed(run: TrainingRun) -> bool:
+    return bool(run.settings.get("graphs"))
+
+
+def recipe(results: Path = RESULTS) -> Table:
+    """FP8 linears and attention on packed documents, over 16 bits in both."""
+    lines = []
+    for cell in turns("recipe", results):
+        for run in cell:
+            compiled = "compiled" if run.settings["compile"] else "launched"
+            own = _over(run, cell[0])
+            share = "" if run.attention is None else f"{run.attention.share:.0%}"
+            plan = _plans(run)
+            named = _choice(run) if _choice(run).strip("`") == plan.strip("`") else f"{_choice(run)}: {plan}"
+            lines.append([_gpus(run), str(run.settings["linears"]), named, compiled, *_speed(run), share, own])
+    heads = ["GPU", "linears", "attention", "blocks", "step", "a second", "memory", "attention's share"]
+    return [*heads, "times as fast as the first"], lines
+
+
+def policies(results: Path = RESULTS) -> Table:
+    """What is kept and computed in which type: memory, speed and loss."""
+    lines = []
+    for cell in turns("policies", results):
+        for run in cell:
+            policy = str(run.settings["policy"])
+            end = float(np.mean(run.loss[-(len(run.loss) // 5) :])) if run.status == "ok" else float("nan")
+            first = float(np.mean(cell[0].loss[-(len(cell[0].loss) // 5) :]))
+            gap = "" if run is cell[0] else f" ({end / first - 1:+.2%})"
+            own = _over(run, cell[0])
+            lines.append([_gpus(run), f"`{policy}`", *_POLICIES[policy], *_speed(run), own, f"{end:.4f}{gap}"])
+    heads = ["GPU", "policy", "weights", "passes", "updated", "step", "a second", "memory"]
+    return [*heads, "times as fast as the first", "loss of the last fifth"], lines
+
+
+_TIMED = ("ok", "unfinished")  # fewer rounds than were asked for are rounds
+_POLICIES = {  # harness/training/run/policy.py
+    "bf16": ("bf16", "bf16", "bf16"),
+    "autocast": ("fp32", "bf16", "fp32"),
+    "fp32-and-bf16": ("bf16", "bf16", "fp32 copies"),
+    "fsdp-mixed": ("fp32 shards", "bf16", "fp32 shards"),
+    "fp32": ("fp32", "fp32", "fp32"),
+}
+
+
+def _choice(run: TrainingRun) -> str:
+    name = _named(run)
+    return name if name.startswith(("auto", "sdpa")) and name != "sdpa-flash" else f"`{name}`"
+
+
+def _over(run: TrainingRun, other: TrainingRun | None) -> str:
+    """How many times as fast as the other it is, if it did not fail."""
+    return _ratio(_times_as_fast(run, other)) if run.status in _TIMED else ""
+
+
+def _speed(run: TrainingRun) -> list[str]:
+    """Its step, its units a second and its memory, or how it failed."""
+    if run.status not in _TIMED or run.units_per_second is None:
+        return [run.status, "", ""]
+    memory = "" if run.memory_bytes is None else f"{run.memory_bytes / 2**30:.1f} GiB"
+    return [f"{run.median_ms:,.1f} ms", f"{run.units_per_second:,.0f}", memory]
 
 
 def ranks() -> Table:
@@ -202,17 +281,20 @@ def ranks() -> Table:
     return ["GPUs", "parallel", "attention", "tokens/s", "memory per GPU", "scaling efficiency"], lines
 
 
-def learning(*folders: str) -> Table:
-    """Loss curves of FP8 attention against bf16, with the verdicts."""
+def learning(*groups: Sequence[str]) -> Table:
+    """Loss curves of FP8 attention against 16 bits, with the verdicts; the folders of a group have one baseline."""
     lines = []
-    for arm, baseline, said in compare_arms(arms(*folders)):
-        assert None not in (said.gap, said.low, said.high), "they ended"
-        spread = f" ({said.low:+.2%} to {said.high:+.2%})"
-        lines.append(
-            [f"`{_named(arm.first)}`", str(len(arm.runs)), f"{baseline.end:.4f}", f"{arm.end:.4f}",
-             f"{said.gap:+.2%}{spread}", said.verdict]
-        )  # fmt: skip
-    return ["attention", "seeds", "loss, bf16", "loss", "gap", "verdict"], lines
+    for folders in groups:
+        for arm, baseline, said in compare_arms(arms(*folders)):
+            assert None not in (said.gap, said.low, said.high), "they ended"
+            gap = f"{said.gap:+.2%} ({said.low:+.2%} to {said.high:+.2%})"
+            found = [sign for run in arm.runs for sign in run.signs]
+            checks, breaches = sum(sign.checks for sign in found), sum(sign.breaches for sign in found)
+            guarded = f"{breaches} in {checks} checks" if checks else ""
+            size = f"{_part(arm.first)}, {arm.first.settings['seqlen']:,} tokens"
+            losses = [f"{each.end:.4f}" for each in (baseline, arm)]
+            lines.append([size, f"`{_named(arm.first)}`", str(len(arm.runs)), *losses, gap, said.verdict, guarded])
+    return ["model", "attention", "seeds", "loss, 16 bits", "loss", "gap", "verdict", "breaches"], lines
 
 
 def scatter() -> float:

@@ -14,10 +14,11 @@ from pydantic_core import from_json, to_json
 
 from attnbench import __version__
 from attnbench.errors import MalformedFileError
+from attnbench.files.json_text import validation_fault
 from attnbench.files.untrusted import check_schema, is_newer, open_regular
 from attnbench.text.printable import brief
 
-__all__ = ["Form", "TornLineError", "read_lines", "validation_fault"]
+__all__ = ["Form", "TornLineError", "read_lines"]
 
 _Record = TypeVar("_Record", bound=BaseModel)
 
@@ -64,12 +65,6 @@ def read_lines(path: Path, record: type[_Record], form: Form) -> Iterator[_Recor
         raise MalformedFileError(path, f"expected {form.many} compressed by gzip: {error}") from error
     except OSError as error:
         raise MalformedFileError(path, f"cannot be read: {error.strerror}") from error
-
-
-def validation_fault(error: ValidationError, whole: str) -> str:
-    """The first fault that a record's model found; ``whole`` is what the record is called."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    return f"{'.'.join(str(part) for part in first['loc']) or whole}: {first['msg'].removeprefix('Value error, ')}"
 
 
 def _parsed(path: Path, number: int, line: bytes, record: type[_Record], form: Form) -> _Record:

@@ -19,17 +19,17 @@ __all__ = [
     "DISTRIBUTIONS",
     "LARGEST_TOTAL",
     "LAYOUTS",
+    "BatchLayout",
     "Distribution",
     "Draw",
-    "Layout",
     "SequenceLengths",
     "check_lengths",
 ]
 
 Distribution = Literal["constant", "uniform", "lognormal", "zipf", "file"]
-Layout = Literal["packed", "padded", "left-padded", "dense", "equal"]
+BatchLayout = Literal["packed", "padded", "left-padded", "dense", "equal"]
 DISTRIBUTIONS: tuple[Distribution, ...] = get_args(Distribution)
-LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+LAYOUTS: tuple[BatchLayout, ...] = get_args(BatchLayout)
 LARGEST_TOTAL = 2**22  # tokens of a case: 17 GB of bf16 for each of 16 heads' q, k and v
 _MOST_SEQUENCES = 2**16  # which fit into a line of a row
 
@@ -82,7 +82,7 @@ class SequenceLengths(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    layout: Layout
+    layout: BatchLayout
     q: _Each
     kv: _Each | None = None
     drawn: Draw | None = None
@@ -200,7 +200,7 @@ def _read(lengths: Tensor | None, batch: Batch, sequences: int, size: int) -> tu
     return tuple((lengths.diff() if batch == "packed" else lengths).tolist())
 
 
-def _on(lengths: tuple[int, ...], device: torch.device, layout: Layout) -> Tensor:
+def _on(lengths: tuple[int, ...], device: torch.device, layout: BatchLayout) -> Tensor:
     if layout != "packed":
         return torch.tensor(lengths, dtype=torch.int32, device=device)
     return torch.tensor((0, *lengths)).cumsum(0).to(torch.int32).to(device)

@@ -15,9 +15,9 @@ from scipy import stats
 
 from attnbench.errors import InputError
 
-__all__ = ["MEDIAN_ERROR", "Comparison", "Noise", "Verdict", "compare", "median_interval", "spread"]
+__all__ = ["MEDIAN_ERROR", "Comparison", "Noise", "TimeVerdict", "compare", "median_interval", "spread"]
 
-Verdict = Literal["faster", "slower", "same", "uncertain"]
+TimeVerdict = Literal["faster", "slower", "same", "uncertain"]
 POWER = 0.95  # the probability of finding a change of the size that is called visible
 CHANCE = 0.01  # of any false alarm in a whole family
 # Of Student's t: unchanged rows on recorded GPUs and CPUs differ by up to 5 of their deviations, once in a hundred.
@@ -51,7 +51,7 @@ class Comparison:
     ``visible`` is the smallest slow-down that would have been found with 95 %: 0.02 is 2 %.
     """
 
-    verdict: Verdict
+    verdict: TimeVerdict
     ratio: float
     interval: tuple[float, float]
     visible: float
@@ -94,7 +94,7 @@ def compare(
     beyond_doubt = _quantile(1 - CHANCE / family)
     needed = max(beyond_doubt * deviation, line)
     visible = max(beyond_doubt * doubted, line) + _quantile(POWER) * doubted
-    verdict: Verdict = "uncertain"
+    verdict: TimeVerdict = "uncertain"
     if abs(shift) > needed:
         if _ranked_above(*((new, old) if shift > 0 else (old, new))):
             verdict = "slower" if shift > 0 else "faster"

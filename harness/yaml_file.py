@@ -73,7 +73,7 @@ def entries(path: Path, node: yaml.MappingNode, known: str) -> Iterator[tuple[st
         if not isinstance(key, yaml.ScalarNode) or not key.value:
             raise fault(path, key, f"expected {known}, not {describe_node(key)}")
         if key.value in seen:
-            raise fault(path, key, f"expected {brief(key.value)} once, it stands here again")
+            raise fault(path, key, f"expected {brief(key.value)} once, not a second time")
         seen.add(key.value)
         yield key.value, key, value
 

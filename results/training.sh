@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What FP8 attention does to whole trainings, on any GPU: steps of long contexts, two GPUs, ViT-Huge, loss curves.
+# What FP8 attention does to whole trainings, on any GPU: steps of long contexts, two GPUs, loss curves, ViT-Huge, FP8
+# recipes, precision policies.
 #
 #   OUT=runs LIMIT=900 PRICE=4 results/training.sh
 #
@@ -8,17 +9,26 @@
 # had finished is kept: rows are on disk while it runs, too.  `attnbench train --show $OUT/steps` reads them at any time.
 # PARTS and the others below make it smaller: PARTS=steps CELLS=size=3b,seqlen=32768,slices=4 ...
 set -u
-OUT=${OUT:-training} LIMIT=${LIMIT:-1200} PARTS=${PARTS:-steps long learning vit ranks}
-DEVICE=${DEVICE:-auto} PRICE=${PRICE:-} GPUS=${GPUS:-$(nvidia-smi -L 2>/dev/null | grep -c UUID)} STEPS=${STEPS:-30}
-# A step of one GPU has 32,768 tokens; of the 3b and 8b models a quarter and an eighth is trained, so that it is short.
+OUT=${OUT:-training} LIMIT=${LIMIT:-1200} PARTS=${PARTS:-steps long vit recipe policies learning ranks}
+DEVICE=${DEVICE:-auto} PRICE=${PRICE:-} GPUS=${GPUS:-$(nvidia-smi -L 2>/dev/null | grep -c UUID)} ROUNDS=${ROUNDS:-8}
+# Cells and choices are those of steps.py.  A step of one GPU has 32,768 tokens; of the 3b and 8b models a quarter and
+# an eighth is trained, so that it is short.
 CELLS=${CELLS:-size=3b,seqlen=32768,slices=4 size=8b,seqlen=32768,slices=8
     size=3b,seqlen=32768,slices=4,linears=te-fp8 size=8b,seqlen=32768,slices=8,linears=te-fp8
     size=3b,seqlen=8192,batch=4,slices=4 size=8b,seqlen=8192,batch=4,slices=8}
 LONG=${LONG:-size=8b,seqlen=131072,slices=16 size=3b,seqlen=131072,slices=14}
 CHOICES=${CHOICES:-sdpa auto auto-fp8 triton:fp8>triton:fp8}
-VIT_SIZE=${VIT_SIZE:-huge} VIT_BATCH=${VIT_BATCH:-64}
-RANKS_SIZE=${RANKS_SIZE:-1b} RANKS_LENGTH=${RANKS_LENGTH:-4096} RANKS_BATCH=${RANKS_BATCH:-4}
-# The seeds are as many as a verdict takes with 90 % if pairs scatter by 0.6 %: docs/end-to-end.md.
+# timm's block and TransformerEngine's, as the article starts them, and with the host taken out.
+VIT=${VIT:-model=vit-huge,batch=128 model=vit-huge,batch=64}
+VIT_CHOICES=${VIT_CHOICES:-sdpa own,block=te own,block=te,linears=te-fp8 sdpa,graphs=true auto,graphs=true
+    own,block=te,graphs=true own,block=te,linears=te-fp8,graphs=true auto-fp8,linears=te-fp8,graphs=true
+    sdpa,compile=true,graphs=true}
+RECIPE=${RECIPE:-size=3b,seqlen=8192,batch=4,slices=4,packing=packed}
+RECIPE_CHOICES=${RECIPE_CHOICES:-sdpa-flash auto auto-fp8 auto,linears=te-fp8 auto-fp8,linears=te-fp8
+    auto,linears=float8-tensorwise auto-fp8,linears=float8-tensorwise}
+POLICIES=${POLICIES:-size=1b,seqlen=1024,batch=4,slices=4,lr=3e-4,warmup=20} POLICY_ROUNDS=${POLICY_ROUNDS:-120}
+RANKS_SIZE=${RANKS_SIZE:-1b} RANKS_LENGTH=${RANKS_LENGTH:-4096} RANKS_BATCH=${RANKS_BATCH:-4} STEPS=${STEPS:-30}
+# The seeds are as many as a verdict takes with 90 % if pairs scatter by 0.6 %: docs/explanation/end-to-end.md.
 LEARN=${LEARN:---size medium --layers 4 --vocab 272 --seqlen 4096 --batch 2 --steps 300 --lr 3e-4 --warmup 40}
 SEEDS=${SEEDS:-20} CANDIDATES=${CANDIDATES:-triton:fp8>triton:fp8 te:fp8>te:fp8 fa3:fp8>fa4:bf16}
 
@@ -56,8 +66,7 @@ train() { # FOLDER LAUNCHER... -- OPTIONS...
 steps() { # a command a cell, so that one that fails costs no other
     local cell
     for cell in $CELLS; do
-        run "steps-$cell.txt" python "$here/steps.py" "$cell" --choices $CHOICES --checkpointing \
-            --device "$DEVICE" --out "$OUT/steps"
+        turns steps "$cell,checkpointing=true" --choices $CHOICES -- python
     done
 }
 
@@ -65,9 +74,40 @@ long() {
     two long || return
     local cell
     for cell in $LONG; do
-        run "long-$cell.txt" torchrun --standalone --nproc-per-node 2 "$here/steps.py" "$cell" --choices $CHOICES \
-            --checkpointing --context-parallel 2 --rounds 6 --device "$DEVICE" --out "$OUT/long"
+        turns long "$cell,checkpointing=true,parallel=fsdp2,context_parallel=2" --choices $CHOICES -- $(ranks_of 2)
     done
+}
+
+vit() { # the article's experiment
+    local cell
+    for cell in $VIT; do
+        turns vit "$cell" --choices $VIT_CHOICES -- python
+    done
+}
+
+recipe() { # FP8 linears and FP8 attention on packed documents, with FSDP2, checkpointing and compiled blocks
+    turns recipe "$RECIPE,checkpointing=true,compile=true,parallel=fsdp2" --choices $RECIPE_CHOICES \
+        -- $(ranks_of "$GPUS")
+}
+
+policies() { # what is kept and computed in which type: memory, speed and loss
+    local policy choices=()
+    for policy in autocast bf16 fp32-and-bf16 fsdp-mixed fp32; do choices+=("sdpa,policy=$policy"); done
+    turns policies "$POLICIES,parallel=fsdp2" --choices "${choices[@]}" --learn --rounds "$POLICY_ROUNDS" \
+        -- $(ranks_of "$GPUS")
+}
+
+turns() { # FOLDER CELL OPTIONS... -- LAUNCHER...: the choices of a cell in turn
+    local folder=$1 cell=$2 options=()
+    shift 2
+    while [ "$1" != -- ]; do options+=("$1") && shift; done
+    shift
+    run "$folder-$cell.txt" "$@" "$here/steps.py" "$cell" --rounds "$ROUNDS" "${options[@]}" --device "$DEVICE" \
+        --out "$OUT/$folder"
+}
+
+ranks_of() { # N: a launcher of so many processes, one without a GPU
+    echo python -m torch.distributed.run --standalone --nproc-per-node $(($1 > 0 ? $1 : 1))
 }
 
 two() { # PART: whether there are two GPUs
@@ -78,15 +118,6 @@ learning() { # the baseline is trained once, by the first of them
     local plan
     for plan in $CANDIDATES; do
         train learning -- $LEARN --seeds "$SEEDS" --checkpoint-every 100 --attention "$plan" --compare bf16
-    done
-}
-
-vit() { # plain against TransformerEngine's block in bf16 and in FP8, and attention chosen here
-    local what
-    for what in "--block te --linears te-fp8" "--block te" "--attention auto --fp8 --linears te-fp8" \
-        "--attention auto --fp8" "--attention auto"; do
-        train vit -- --model vit-huge --size "$VIT_SIZE" --batch "$VIT_BATCH" --steps "$STEPS" --seeds 1 \
-            --checkpoint-every 0 $what --compare sdpa --compare-linears bf16
     done
 }
 

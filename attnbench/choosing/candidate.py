@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 from ..kernels.plan import Plan
 
-__all__ = ["ORDER", "Basis", "Candidate", "Margin", "Trade", "Verdict"]
+__all__ = ["ORDER", "Basis", "Candidate", "CandidateVerdict", "Margin", "Trade"]
 
 Basis = Literal["measured", "predicted", "scaled", "rule", "frozen"]
-Verdict = Literal["chosen", "eligible", "inaccurate", "unmeasured", "not asked for", "refused", "unavailable"]
-ORDER: tuple[Verdict, ...] = (
+CandidateVerdict = Literal["chosen", "eligible", "inaccurate", "unmeasured", "not asked for", "refused", "unavailable"]
+ORDER: tuple[CandidateVerdict, ...] = (
     "chosen",
     "eligible",
     "inaccurate",
@@ -40,7 +40,7 @@ class Candidate:
     """
 
     plan: Plan
-    verdict: Verdict
+    verdict: CandidateVerdict
     reasons: tuple[str, ...] = ()
     time_ms: float | None = None
     error: float | None = None

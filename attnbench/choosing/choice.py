@@ -10,13 +10,13 @@ from ..kernels.plan import Plan
 from ..problem.spec import AttentionSpec
 from ..text.digits import three_digits
 from ..text.printable import printable
-from .candidate import ORDER, Candidate, Margin, Trade, Verdict
+from .candidate import ORDER, Candidate, CandidateVerdict, Margin, Trade
 
 __all__ = ["Choice"]
 
 _COLUMNS = ("plan", "verdict", "call ms", "error", "basis", "why not")
 _WIDTH = 70  # of the reasons on a terminal
-_CANNOT_RUN: tuple[Verdict, ...] = ("refused", "unavailable")
+_CANNOT_RUN: tuple[CandidateVerdict, ...] = ("refused", "unavailable")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from ..kernels.plan import Plan
 from ..problem.spec import AttentionSpec
 from ..tables.table import Entry, Table
 from ..tables.user_table import Known
-from .candidate import Candidate, Verdict
+from .candidate import Candidate, CandidateVerdict
 from .cost_model.errors import ErrorModel, summed
 from .cost_model.pool import PooledModel
 from .similarity import SpecClass, class_of, distance
@@ -127,7 +127,7 @@ def _measured(entry: Entry, budget: float) -> Candidate:
     return found
 
 
-def _lost(candidate: Candidate, verdict: Verdict, reason: str) -> Candidate:
+def _lost(candidate: Candidate, verdict: CandidateVerdict, reason: str) -> Candidate:
     return replace(candidate, verdict=verdict, reasons=(reason,))
 
 

@@ -18,7 +18,7 @@ from .candidate import Basis, Candidate
 from .evidence import Evidence
 from .regret import Asked, chosen_at, geometric_mean, served
 
-__all__ = ["BOUNDS", "FreshScore", "FreshSummary", "contenders", "fresh_scores", "summary_of"]
+__all__ = ["BOUNDS", "FreshScore", "FreshSummary", "contenders", "fresh_scores", "summary_of", "without"]
 
 _QUESTIONS = (Asked(False), Asked(True))
 # A plan may win if it is predicted to be slower by at most so many standard errors of the ratio, or this factor.  Of
@@ -56,21 +56,21 @@ class FreshScore:
 def _choice(
     spec: AttentionSpec, plans: Iterable[Plan], tables: Known, known: Registry, device: Device, asked: Asked
 ) -> Candidate | None:
-    """What the tables choose among the plans at a spec whose own entries they are not asked for; None if nothing."""
+    """What the tables choose among the plans at a spec; None if nothing."""
     declared = partial(known.declared_error, spec=spec, device=device)
-    chosen = chosen_at(spec, plans, Evidence(spec, _without(tables, spec)), asked, known, declared)
+    chosen = chosen_at(spec, plans, Evidence(spec, tables), asked, known, declared)
     return None if chosen is None else chosen[0]
 
 
 def contenders(
     spec: AttentionSpec, plans: Iterable[Plan], tables: Known, known: Registry, device: Device
 ) -> dict[Plan, bool]:
-    """The plans that may be the fastest at a spec by tables that are not asked for its own entries, and those chosen.
+    """The plans that may be the fastest at a spec by the tables, and those chosen.
 
     A plan is left out if what the tables choose, without FP8 for a 16-bit plan, is predicted to be surely faster
     (``_SURE``, ``_FASTER``).  True for each plan that the tables choose, with or without FP8.
     """
-    plans, model = list(plans), Evidence(spec, _without(tables, spec)).model
+    plans, model = list(plans), Evidence(spec, tables).model
     chosen = {asked.fp8: _choice(spec, plans, tables, known, device, asked) for asked in _QUESTIONS}
     required = {each.plan for each in chosen.values() if each is not None}
 
@@ -95,6 +95,7 @@ def fresh_scores(
     device = _device(truth.environment)
     for spec in sorted({spec for spec, _ in truth.entries}, key=str):
         here = served(truth, spec, known)
+        forgetting = without(tables, spec)
         raced = {plan: entry for plan, entry in truth.at(spec).items() if entry.status == "slower"} | here
         for asked in questions:
             budget = asked.budget(spec)
@@ -103,7 +104,7 @@ def fresh_scores(
                 for plan, entry in here.items()
                 if entry.time_ms and (asked.fp8 or not plan.fp8) and entry.worst[0] <= budget
             }
-            winner = _choice(spec, raced, tables, known, device, asked)
+            winner = _choice(spec, raced, forgetting, known, device, asked)
             if winner is None or not times:
                 continue
             best = min(times, key=lambda plan: (times[plan], str(plan)))
@@ -158,7 +159,7 @@ def _summary(asked: Asked, scores: list[FreshScore]) -> FreshSummary:
     )
 
 
-def _without(tables: Known, spec: AttentionSpec) -> Known:
+def without(tables: Known, spec: AttentionSpec) -> Known:
     """The tables without what they know of this very spec."""
     kept = (
         replace(each, entries={key: entry for key, entry in each.entries.items() if key[0] != spec})

@@ -17,7 +17,7 @@ from ..tables.table import Table
 from ..tables.user_table import Known, known_tables
 from ..text.digits import three_digits
 from .budget import budget_of, default_budget
-from .candidate import Candidate, Verdict
+from .candidate import Candidate, CandidateVerdict
 from .choice import Choice
 from .demotion import demoted
 from .evidence import Evidence
@@ -90,7 +90,7 @@ def choose(
             field = [replace(each, verdict="eligible") if each.verdict in _TIMID else each for each in field]
     eligible = [each for each in field if each.verdict == "eligible"]
     if not eligible:
-        nearest_first = sorted(field, key=lambda each: get_args(Verdict).index(each.verdict))
+        nearest_first = sorted(field, key=lambda each: get_args(CandidateVerdict).index(each.verdict))
         raise no_plan(spec, facts, nearest_first, fp8, max_error)
     ranking = Ranking(spec, judge.preference, evidence.model)
     winner = ranking.winner(eligible)

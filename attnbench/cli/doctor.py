@@ -31,7 +31,7 @@ _NEED = {
 
 
 @dataclass(frozen=True)
-class Finding:
+class Diagnosis:
     """One result: ``missing`` cannot be used, ``note`` is information; ``install`` is the command that adds it."""
 
     name: str
@@ -64,42 +64,44 @@ def doctor(format: FormatOption = "table") -> None:
         raise typer.Exit(1)
 
 
-def _examine() -> tuple[list[Finding], list[str]]:
+def _examine() -> tuple[list[Diagnosis], list[str]]:
     """What was found, and the names of the backends that can compute something here."""
     commit = own_commit()
     findings = [
-        Finding("python", "ok", f"{platform.python_version()} ({sys.executable})"),
-        Finding("attnbench", "ok", version("attnbench") + (f", commit {commit}" if commit else "")),
+        Diagnosis("python", "ok", f"{platform.python_version()} ({sys.executable})"),
+        Diagnosis("attnbench", "ok", version("attnbench") + (f", commit {commit}" if commit else "")),
     ]
     try:
         importlib.import_module("torch")
     except Exception as error:  # with a broken CUDA library the import may raise any exception
         reason = f"cannot be imported: {type(error).__name__}: {error}"
-        return [*findings, Finding("torch", "missing", reason, "pip install torch")], []
+        return [*findings, Diagnosis("torch", "missing", reason, "pip install torch")], []
     findings += _torch_findings() + _gpu_findings() + [_compiler()]
     try:
         backends, usable = _backend_findings()
     except AttnbenchError as error:
-        return [*findings, Finding("backends", "missing", str(error))], []
+        return [*findings, Diagnosis("backends", "missing", str(error))], []
     return findings + backends + [_table()], usable
 
 
-def _torch_findings() -> list[Finding]:
+def _torch_findings() -> list[Diagnosis]:
     import torch
 
     built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built for the CPU"
-    found = [Finding("torch", "ok", f"{torch.__version__}, {built}")]
+    found = [Diagnosis("torch", "ok", f"{torch.__version__}, {built}")]
     try:
-        found.append(Finding("triton", "ok", version("triton")))
+        found.append(Diagnosis("triton", "ok", version("triton")))
     except PackageNotFoundError:
         if torch.version.cuda:
-            found.append(Finding("triton", "missing", "torch.compile has no GPU code without it", "pip install triton"))
+            found.append(
+                Diagnosis("triton", "missing", "torch.compile has no GPU code without it", "pip install triton")
+            )
         else:
-            found.append(Finding("triton", "note", "not installed; nothing needs it on a CPU"))
+            found.append(Diagnosis("triton", "note", "not installed; nothing needs it on a CPU"))
     return found
 
 
-def _gpu_findings() -> list[Finding]:
+def _gpu_findings() -> list[Diagnosis]:
     """The driver, each GPU as torch sees it, and the cuDNN that torch has loaded."""
     import torch
 
@@ -110,34 +112,34 @@ def _gpu_findings() -> list[Finding]:
     with Nvml() as nvml:
         driver, names = nvml.driver(), nvml.names()
     if driver is None:
-        return [Finding("NVIDIA driver", "note", f"none that answers ({nvml.reason}); the GPU backends need one")]
-    found = [Finding("NVIDIA driver", "ok", driver)]
+        return [Diagnosis("NVIDIA driver", "note", f"none that answers ({nvml.reason}); the GPU backends need one")]
+    found = [Diagnosis("NVIDIA driver", "ok", driver)]
     if not torch.cuda.is_available():
         fault = "torch is built for the CPU" if not torch.version.cuda else f"CUDA {torch.version.cuda} does not start"
         command = "pip install --force-reinstall torch" if not torch.version.cuda else None
-        return [*found, Finding(_GPU, "missing", f"{', '.join(names)} cannot be used: {fault}", command)]
+        return [*found, Diagnosis(_GPU, "missing", f"{', '.join(names)} cannot be used: {fault}", command)]
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
         here = Environment.detect(torch.device("cuda", index), Registry(()))
         detail = f"{facts.name}, compute capability {facts.major}.{facts.minor}, {facts.total_memory / 2**30:.0f} GiB"
         detail += f", up to {here.clock_mhz} MHz" if here.clock_mhz else ""
         detail += f", power cap {here.power_cap_w} W" if here.power_cap_w else ""
-        found.append(Finding(f"cuda:{index}", "ok", detail))
+        found.append(Diagnosis(f"cuda:{index}", "ok", detail))
     cudnn = Environment.detect(find("auto"), Registry(())).cudnn
     reason = "torch was built without it, or cannot load it"
-    found.append(Finding("cuDNN", "ok", cudnn) if cudnn else Finding("cuDNN", "missing", reason))
+    found.append(Diagnosis("cuDNN", "ok", cudnn) if cudnn else Diagnosis("cuDNN", "missing", reason))
     return found
 
 
-def _compiler() -> Finding:
+def _compiler() -> Diagnosis:
     """The C++ compiler that torch.compile calls for CPU code, looked for in torch's order."""
     for name in (os.environ.get("CXX"), "g++", "clang++"):
         if name and (path := shutil.which(name)):
-            return Finding("C++ compiler", "ok", path)
-    return Finding("C++ compiler", "missing", "torch.compile needs one on a CPU", "apt-get install g++")
+            return Diagnosis("C++ compiler", "ok", path)
+    return Diagnosis("C++ compiler", "missing", "torch.compile needs one on a CPU", "apt-get install g++")
 
 
-def _backend_findings() -> tuple[list[Finding], list[str]]:
+def _backend_findings() -> tuple[list[Diagnosis], list[str]]:
     """Each backend that has kernels for this device, the others together, and the names of those that run."""
     from ..kernels.devices import describe, find
     from ..kernels.registry import registry
@@ -151,17 +153,17 @@ def _backend_findings() -> tuple[list[Finding], list[str]]:
             elsewhere.append(name)
         elif answer.ok and reason is None:
             usable.append(name)
-            found.append(Finding(name, "ok", f"{answer.version or 'of unknown version'}{origin}"))
+            found.append(Diagnosis(name, "ok", f"{answer.version or 'of unknown version'}{origin}"))
         else:
             said = answer.reason if reason is None else f"cannot run here: {reason}"
             status: Status = "note" if here.type in backend.yardstick else "missing"
-            found.append(Finding(name, status, said or "", command_for(known, backend, here)))
+            found.append(Diagnosis(name, status, said or "", command_for(known, backend, here)))
     if elsewhere:
-        found.append(Finding("other backends", "note", f"{', '.join(elsewhere)}: {_NEED[here.type]}"))
+        found.append(Diagnosis("other backends", "note", f"{', '.join(elsewhere)}: {_NEED[here.type]}"))
     return found, usable
 
 
-def _table() -> Finding:
+def _table() -> Diagnosis:
     from ..kernels.devices import find
     from ..tables.user_table import known_tables
 
@@ -171,12 +173,12 @@ def _table() -> Finding:
     notes = [str(each.message) for each in said] or ([known.note] if known.note else [])
     if not known.tables:
         detail = "; ".join(notes) or "nothing was measured on this device yet"
-        return Finding(_TABLE, "missing", detail, "attnbench sweep")
+        return Diagnosis(_TABLE, "missing", detail, "attnbench sweep")
     counted = [f"{len(table.entries)} entries {table.origin}" for table in known.tables]
-    return Finding(_TABLE, "ok", "; ".join([*counted, *notes]))
+    return Diagnosis(_TABLE, "ok", "; ".join([*counted, *notes]))
 
 
-def _verdict(findings: list[Finding], usable: list[str]) -> str:
+def _verdict(findings: list[Diagnosis], usable: list[str]) -> str:
     """One line: what can run here and what to do next.  The table lists the commands that add each backend."""
     if not usable:
         commands = dict.fromkeys(each.install for each in findings if each.install)

@@ -96,9 +96,12 @@ def sweep(
     from ..harness.measure.accuracy import LARGEST_ERROR
     from ..harness.results.shards import Shard
     from ..harness.results.store import Store
+    from ..harness.sweep.contending import contending
     from ..harness.sweep.run import tasks_of
+    from ..kernels.devices import describe
     from ..kernels.registry import registry
     from ..tables.entry import LONGEST_MS
+    from ..tables.user_table import known_tables
 
     check_budget(max_error)
     if max_error is not None and max_error > LARGEST_ERROR:
@@ -123,9 +126,10 @@ def sweep(
     if dry_run:
         _print_tasks(tasks, format)
         return
-    setups = _setups(
-        devices, known, device, max_error, timeout, preset in ("table", "models") if race is None else race
-    )
+    race = preset in ("table", "models") if race is None else race
+    if race:
+        tasks = contending(tasks, known_tables(devices[0]), known, describe(devices[0]))
+    setups = _setups(devices, known, device, max_error, timeout, race)
     folder = fresh_folder("sweeps") if out is None else shard.folder(out)
     with Store(folder, setups[0].environment, resume=resume) as store:
         for note in store.notes:

@@ -118,7 +118,7 @@ PackingOption = Annotated[
 ]
 ComparePackingOption = Annotated[
     PackingName | None,
-    typer.Option("--compare-packing", help="How the baseline has the same documents [default: as --packing]"),
+    typer.Option("--compare-packing", help="Packing of the same documents for the baseline [default: as --packing]"),
 ]
 DataOption = Annotated[
     str | None, typer.Option("--data", help="stdlib (Python's own sources), a text file or a folder; vit-huge: images")

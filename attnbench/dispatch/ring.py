@@ -171,7 +171,9 @@ def _choices(size: int, question: Question, training: bool, wish: Wish) -> tuple
     if causal and whole.seqlen_q != whole.seqlen_kv:
         raise InputError(f"causal attention over ranks has as many keys as queries, not {whole.seqlen_kv}")
     if causal and whole.seqlen_q % 2:
-        raise InputError(f"a rank holds two pieces of a causal sequence, which {whole.seqlen_q} tokens are not")
+        raise InputError(
+            f"a rank holds two equal pieces of a causal sequence: an even number of tokens, not {whole.seqlen_q}"
+        )
     parts = parts_of(causal, size)
     return parts, {
         part.name: choose(

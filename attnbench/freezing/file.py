@@ -12,20 +12,25 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
-from ..files.json_text import bounded_text, decoded, expected, of_kind
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
+
+from ..errors import MalformedFileError
+from ..files.json_text import read_json
 from ..kernels.plan import Plan, backend_of
 from ..problem.spec import AttentionSpec
-from ..problem.spec_text import short_fields, spec_from, spec_order
+from ..problem.spec_text import short_fields, spec_order
 from ..tables.files import locked, read_text, replace_text
-from ..text.printable import printable
+from ..tables.record_fields import NumberOrInf, PlanField, Printable, SpecField
+from ..text.printable import brief
 
 __all__ = ["SCHEMA", "Frozen", "FrozenPlan", "FrozenQuestion", "Stamp", "recording", "stamp_of"]
 
 SCHEMA = "attnbench.frozen/1"
-_LONGEST, _MOST_VERSIONS, _MOST_DEVICES = 300, 16, 16
-_FIELDS = {"device", "backend", "fp8", "max_error", "spec", "plan", "versions"}
+_LONGEST = 300  # characters
+_STRICT = ConfigDict(strict=True, extra="forbid")
+_Text = Annotated[str, Field(max_length=_LONGEST)]
 Stamp = tuple[int, int, int, int]
 _TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|[][{}\n]')
 
@@ -131,63 +136,60 @@ def _ordered(
     return (asked.device, spec_order(asked.spec), asked.backend, asked.fp8, asked.max_error or 0.0), line
 
 
+class _Choice(BaseModel):
+    """A question and its plan, without what is as usual."""
+
+    model_config = _STRICT
+
+    device: _Text
+    backend: _Text = "auto"
+    fp8: bool = False
+    max_error: Annotated[NumberOrInf, Field(gt=0)] | None = None
+    spec: SpecField
+    plan: PlanField
+    versions: Annotated[dict[_Text, Annotated[Printable, Field(max_length=_LONGEST)]], Field(max_length=16)]
+
+    @model_validator(mode="after")
+    def _fits(self) -> _Choice:
+        if (self.plan.backward is not None) != self.spec.training:
+            raise ValueError(f"{self.plan} is not a plan for the direction {self.spec.direction}")
+        if self.backend not in ("auto", self.plan.forward, backend_of(self.plan.forward)):
+            raise ValueError(f"{self.plan} is not of the backend {self.backend}")
+        if self.plan.fp8 and not self.question.opens_fp8:
+            raise ValueError(f"{self.plan} computes in FP8, which the question does not open")
+        return self
+
+    @property
+    def question(self) -> FrozenQuestion:
+        return FrozenQuestion(self.device, self.backend, self.fp8, self.max_error, self.spec)
+
+
+class _Content(BaseModel):
+    model_config = _STRICT
+
+    schema_: str = Field(alias="schema")
+    devices: Annotated[dict[_Text, Annotated[Printable, Field(max_length=_LONGEST)]], Field(max_length=16)]
+    choices: list[_Choice]
+
+
 def _parsed(path: Path, text: str) -> Frozen:
-    data = decoded(path, text, SCHEMA)
-    with expected(path, 'an object with "schema", "devices" and "choices"'):
-        if unknown := data.keys() - {"schema", "devices", "choices"}:
-            raise ValueError(f"there is {min(unknown)!r:.60} too")
-        devices = _texts(data["devices"], _MOST_DEVICES)
-        choices = of_kind(list, data["choices"])
+    content = read_json(path, text, SCHEMA, TypeAdapter(_Content), partial(_line_of, text))
     plans: dict[FrozenQuestion, FrozenPlan] = {}
-    for number, fields in enumerate(choices):
-        with expected(path, "a question and its plan", partial(_line, text, number)):
-            question, answer = _choice(of_kind(dict, fields))
-            if question.device not in devices:
-                raise ValueError(f"the devices above lack {question.device!r:.60}")
-            if question in plans:
-                raise ValueError(f"{question} occurs twice")
-            plans[question] = answer
-    return Frozen(devices, plans)
+    for number, each in enumerate(content.choices):
+        if each.device not in content.devices:
+            fault = f"one of the devices above, not {brief(each.device)}"
+        elif each.question in plans:
+            fault = f"each question once, and {each.question} occurs twice"
+        else:
+            plans[each.question] = FrozenPlan(each.plan, each.versions)
+            continue
+        raise MalformedFileError(path, f"expected {fault}", _line(text, number))
+    return Frozen(content.devices, plans)
 
 
-def _choice(fields: dict[str, Any]) -> tuple[FrozenQuestion, FrozenPlan]:
-    if unknown := fields.keys() - _FIELDS:
-        raise ValueError(f"there is {min(unknown)!r:.60} too")
-    device, backend, fp8 = fields["device"], fields.get("backend", "auto"), fields.get("fp8", False)
-    if not isinstance(fp8, bool):
-        raise ValueError(f"fp8 is true or false, not {fp8!r:.60}")
-    question = FrozenQuestion(
-        bounded_text(device, _LONGEST),
-        bounded_text(backend, _LONGEST),
-        fp8,
-        _budget(fields.get("max_error")),
-        spec_from(fields["spec"]),
-    )
-    plan = Plan.parse(bounded_text(fields["plan"], _LONGEST))
-    if (plan.backward is not None) != question.spec.training:
-        raise ValueError(f"{plan} is no plan for the direction {question.spec.direction}")
-    if backend not in ("auto", plan.forward, backend_of(plan.forward)):
-        raise ValueError(f"{plan} is not of the backend {printable(backend)}")
-    if plan.fp8 and not question.opens_fp8:
-        raise ValueError(f"{plan} computes in FP8, which the question does not open")
-    return question, FrozenPlan(plan, _texts(fields["versions"], _MOST_VERSIONS))
-
-
-def _budget(value: Any) -> float | None:
-    if value is None:
-        return None
-    if value == "inf":
-        return math.inf
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ValueError(f"max_error is a number above 0, not {value!r:.60}")
-    return float(value)
-
-
-def _texts(value: Any, most: int) -> dict[str, str]:
-    found = of_kind(dict, value)
-    if len(found) > most:
-        raise ValueError(f"{len(found)} entries where {most} are the most")
-    return {bounded_text(name, _LONGEST): printable(bounded_text(text, _LONGEST)) for name, text in found.items()}
+def _line_of(text: str, place: tuple[int | str, ...]) -> int | None:
+    """The line of a place within a choice."""
+    return _line(text, int(place[1])) if place[:1] == ("choices",) and len(place) > 1 else None
 
 
 def _line(text: str, number: int) -> int | None:

@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..problem.exact import exact_out
 from ..problem.fp8 import Quantised
 from ..problem.spec import AttentionSpec
-from .gradients import key_gradients, query_gradients, reach, stretches, together, wide_dtype
+from ..problem.visible_keys import VisibleKeys
+from .gradients import Hide, key_gradients, query_gradients, reach, stretches, together, wide_dtype
 
 __all__ = ["Group", "Part", "Pick", "Sums", "aside", "gradient_sums", "out_sums", "part", "pick_groups", "pick_rows"]
 
@@ -143,9 +144,12 @@ def part(groups: Sequence[Group], q: Tensor, k: Tensor, v: Tensor) -> Part:
 
 def out_sums(
     q: Tensor | Quantised, k: Tensor | Quantised, v: Tensor | Quantised, out: Tensor, spec: AttentionSpec,
-    picks: Sequence[Pick],
+    picks: Sequence[Pick], seen: VisibleKeys | None = None,
 ) -> Sums:  # fmt: skip
-    """The sums of out (B, H, Sq, Dv), as a kernel returned it, against exact attention."""
+    """The sums of out (B, H, Sq, Dv), as a kernel returned it, against exact attention.
+
+    ``seen`` are the keys of each query where sequences have lengths of their own, and the spec that of ``Rows``.
+    """
     wide, count = wide_dtype(spec, out.device), together(spec, out.device)
     places = [
         (pick.batch, pick.head, pick.head // spec.group, row, *spec.mask.span(row, spec.seqlen_q, spec.seqlen_kv))
@@ -155,14 +159,17 @@ def out_sums(
     rows = len(places) // len(picks)
     index = _on(out.device, places).view(len(picks), rows, -1)
     batch, head, kv_head, row = index[..., :4].unbind(-1)
-    start, stop = index[..., 4:].split_with_sizes([1, 1], -1)
+    start, stop, hide = *index[..., 4:].split_with_sizes([1, 1], -1), _hide(spec, seen)
+    if seen is not None:
+        start, stop = seen.first[batch, row].unsqueeze(-1), seen.stop[batch, row].unsqueeze(-1)
     queries, found = _rows(q, batch, head, row, wide), out[batch, head, row]
     lengths = []
     for begin in range(0, len(picks), count):
         some = slice(begin, begin + count)
-        first, last = reach([place[4:] for place in places[begin * rows : (begin + count) * rows]])
+        spans = [place[4:] for place in places[begin * rows : (begin + count) * rows]]
+        first, last = reach(spans) if seen is None else (0, spec.seqlen_kv)
         keys, values = (_slices(x, batch[some, 0], kv_head[some, 0], first, last, wide) for x in (k, v))
-        hidden = spec.mask.outside(torch.arange(first, last, device=out.device), start[some], stop[some])
+        hidden = hide(torch.arange(first, last, device=out.device), start[some], stop[some])
         lengths.append(_compared(found[some], exact_out(queries[some], keys, values, hidden, spec)))
     given = [number for x in (q, k, v) for number in _largest(x)]
     return Sums(_packed([*given, *_largest(out)], lengths), len(given), rows, {"out": _least(out)})
@@ -170,14 +177,17 @@ def out_sums(
 
 def gradient_sums(
     whole: Part, groups: Sequence[Group], grad_out: Tensor, gradients: tuple[Tensor, Tensor, Tensor],
-    spec: AttentionSpec,
+    spec: AttentionSpec, seen: VisibleKeys | None = None,
 ) -> Sums:  # fmt: skip
-    """The sums of dq (B, H, Sq, D), dk (B, Hkv, Skv, D) and dv (B, Hkv, Skv, Dv), as a kernel returned them."""
+    """The sums of dq (B, H, Sq, D), dk (B, Hkv, Skv, D) and dv (B, Hkv, Skv, Dv), as a kernel returned them.
+
+    ``seen`` is that of ``out_sums``.
+    """
     count, lengths = together(spec, grad_out.device), []
     for begin in range(0, len(groups), count):
         some = slice(begin, begin + count)
         own = Part(whole.q[some], whole.k[some], whole.v[some])
-        lengths.append(_gradient_lengths(own, groups[some], grad_out, gradients, spec))
+        lengths.append(_gradient_lengths(own, groups[some], grad_out, gradients, spec, seen))
     given = [number for x in (grad_out, whole.q, whole.k, whole.v) for number in _largest(x)]
     found = [number for x in gradients for number in _largest(x)]
     if gradients[0].dtype == torch.float16:  # programs that scale their loss expect gradients beyond fp16's range
@@ -187,8 +197,9 @@ def gradient_sums(
 
 
 def _gradient_lengths(
-    own: Part, groups: Sequence[Group], grad_out: Tensor, gradients: tuple[Tensor, Tensor, Tensor], spec: AttentionSpec
-) -> Tensor:
+    own: Part, groups: Sequence[Group], grad_out: Tensor, gradients: tuple[Tensor, Tensor, Tensor],
+    spec: AttentionSpec, seen: VisibleKeys | None,
+) -> Tensor:  # fmt: skip
     """(G, lengths, rows), as ``Sums`` has them."""
     device = grad_out.device
     places = [
@@ -206,20 +217,30 @@ def _gradient_lengths(
     index = _on(device, [*zip(*places, strict=True), *nearest]).view(-1, len(groups), len(places) // len(groups))
     batch, kv_head, number, head, row, line, key = index[:7].unbind()
     start, stop, *near = index[7:].unsqueeze(2).unbind()
+    every = torch.arange(spec.seqlen_q, device=device).expand(spec.group, -1).reshape(-1, 1)
+    edges, hide = spec.mask.edges(every, spec.seqlen_q, spec.seqlen_kv), _hide(spec, seen)
+    if seen is not None:
+        start, stop = (x[batch, row].unsqueeze(1) for x in (seen.first, seen.stop))
+        first_key, stop_key = (x[batch[:, 0]].repeat(1, spec.group).unsqueeze(-1) for x in (seen.first, seen.stop))
+        edges = first_key, stop_key
     k, v = (x.to(wide_dtype(spec, device)) for x in (own.k, own.v))
-    first, last = reach([place[7:] for place in places])
+    first, last = reach([place[7:] for place in places]) if seen is None else (0, spec.seqlen_kv)
     q_rows, do_rows = own.q[number, line].to(k.dtype), grad_out[batch, head, row].to(k.dtype)
     keys = torch.arange(spec.seqlen_kv, device=device)
-    hidden = spec.mask.outside(keys[first:last], start.mT, stop.mT)
+    hidden = hide(keys[first:last], start.mT, stop.mT)
     dq, dq_length = query_gradients(q_rows, do_rows, k[:, first:last], v[:, first:last], hidden, spec)
     do = partial(_lines, _by_group(grad_out, spec.kv_heads), batch[:, 0], kv_head[:, 0])
-    dk, dv, dk_length = key_gradients(own.q, do, k, v, keys, key, near, parts, spec)
+    dk, dv, dk_length = key_gradients(own.q, do, k, v, keys, key, near, parts, edges, hide, spec)
     lengths = [
         _compared(gradients[0][batch, head, row], dq), dq_length.unsqueeze(1),
         _compared(gradients[1][batch, kv_head, key], dk), dk_length.unsqueeze(1),
         _compared(gradients[2][batch, kv_head, key], dv),
     ]  # fmt: skip
     return torch.cat(lengths, dim=1)
+
+
+def _hide(spec: AttentionSpec, seen: VisibleKeys | None) -> Hide:
+    return spec.mask.outside if seen is None else seen.hidden
 
 
 def _compared(found: Tensor, exact: Tensor) -> Tensor:

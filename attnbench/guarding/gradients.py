@@ -16,8 +16,9 @@ from torch import Tensor
 from ..problem.exact import probabilities, product, score_gradients
 from ..problem.spec import FP8_DTYPES, AttentionSpec
 
-__all__ = ["Piece", "key_gradients", "query_gradients", "reach", "stretches", "together", "wide_dtype"]
+__all__ = ["Hide", "Piece", "key_gradients", "query_gradients", "reach", "stretches", "together", "wide_dtype"]
 
+Hide = Callable[[Tensor, Tensor, Tensor], Tensor | None]
 # Scores (or keys and values) alive at once, about three such tensors at a time: what is small is paid for in launches.
 _SCORES = {"cpu": 2**21, "cuda": 2**25}
 
@@ -80,32 +81,33 @@ def query_gradients(
 
 def key_gradients(
     q: Tensor, grad_out: Callable[[int, int], Tensor], k: Tensor, v: Tensor, keys: Tensor, picked: Tensor,
-    nearest: Sequence[Tensor], parts: Sequence[Sequence[Piece]], spec: AttentionSpec,
+    nearest: Sequence[Tensor], parts: Sequence[Sequence[Piece]], edges: tuple[Tensor, Tensor], hide: Hide,
+    spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dk (G, picked, D), dv (G, picked, Dv) and the length of each dk without cancellation (G, picked), in FP64.
 
     ``picked`` (G, picked) are indices into ``keys``; q (G, queries, D) holds the group's heads one after the other, in
     any type, and ``grad_out(begin, end)`` returns (G, ..., Dv).  ``nearest`` has, for each piece of ``parts``, the
-    place of each picked key (G, 1, picked) within the piece; any place if it is not there.
+    place of each picked key (G, 1, picked) within the piece; any place if it is not there.  ``edges`` are the first
+    key of each query and one past the last, ((G,) queries, 1), and ``hide`` compares keys with them.
     """
-    row = torch.arange(spec.seqlen_q, device=q.device).expand(spec.group, -1).reshape(-1, 1)
-    start, stop = spec.mask.edges(row, spec.seqlen_q, spec.seqlen_kv)
+    start, stop = edges
     at = picked.unsqueeze(-1)
     k_picked, v_picked = (x.gather(1, at.expand(-1, -1, x.shape[-1])) for x in (k, v))
     places, found = iter(nearest), []
     for pieces in parts:
         begin, end, counts = pieces[0].begin, pieces[-1].end, [piece.end - piece.begin for piece in pieces]
-        first, last, wide_q = start[begin:end], stop[begin:end], q[:, begin:end].to(k.dtype)
+        first, last, wide_q = start[..., begin:end, :], stop[..., begin:end, :], q[:, begin:end].to(k.dtype)
         do = grad_out(begin, end).to(k.dtype)
         p, out = do.new_empty(*do.shape[:2], picked.shape[1]), do.new_empty(do.shape)
         split = (x.split_with_sizes(counts, -2) for x in (first, last, wide_q, p, out))
         for piece, place, own_first, own_last, own_q, own_p, own_out in zip(pieces, places, *split, strict=False):
-            hidden = spec.mask.outside(keys[piece.first : piece.last], own_first, own_last)
+            hidden = hide(keys[piece.first : piece.last], own_first, own_last)
             every = probabilities(own_q, k[:, piece.first : piece.last], hidden, spec)
             torch.gather(every, 2, place.expand(-1, piece.end - piece.begin, -1), out=own_p)
             own_out.baddbmm_(every, v[:, piece.first : piece.last], beta=0, alpha=spec.scale)
             del every, hidden  # or they would live on beside the next piece's
-        hidden = spec.mask.outside(picked.unsqueeze(1), first, last)
+        hidden = hide(picked.unsqueeze(1), first, last)
         if hidden is not None:
             p.masked_fill_(hidden, 0.0)
         dp, delta = product(do, v_picked.mT, spec.scale), out.mul_(do).sum(-1, keepdim=True)
@@ -130,5 +132,7 @@ def _ranges(begin: int, end: int, step: int) -> list[tuple[int, int]]:
 def _reach(begin: int, end: int, spec: AttentionSpec) -> tuple[int, int]:
     """``reach`` of a piece: visible keys only move to the right with the row, unless a new head begins."""
     (first, row), (last, other) = divmod(begin, spec.seqlen_q), divmod(end - 1, spec.seqlen_q)
+    if spec.lengths is not None:
+        return 0, spec.seqlen_kv
     rows = (row, other) if first == last else (0, spec.seqlen_q - 1)
     return reach([spec.mask.span(each, spec.seqlen_q, spec.seqlen_kv) for each in rows])

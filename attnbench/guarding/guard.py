@@ -30,11 +30,13 @@ from ..kernels.contract import Inputs, Operands
 from ..kernels.guard_hook import Executed, Gradients, watching
 from ..kernels.plan import Plan
 from ..problem.fp8 import Quantised
+from ..problem.lengths import Lengths
 from ..problem.spec import AttentionSpec
 from ..state import forget
 from .breach import Breach
 from .breach_file import save_tensors
 from .check import Group, Part, Sums, aside, gradient_sums, out_sums, part, pick_groups, pick_rows
+from .rows import Rows, as_rows, used
 from .significance import Detector
 
 __all__ = ["Guard", "guard"]
@@ -84,6 +86,7 @@ class _Sample:
     groups: list[Group]
     part: Part
     tensors: dict[str, Tensor | Quantised]
+    rows: Rows | None = None
 
     def derived(self, grad_out: Tensor, gradients: Gradients) -> None:
         """Check them."""
@@ -155,35 +158,24 @@ class Guard:
 
     def answered(self, execution: Executed, operands: Operands, inputs: Inputs, out: Tensor) -> None:
         """A forward has run."""
-        if execution.spec.lengths is not None:
-            self._skip("packed and padded batches are not checked")
-            return
         if execution.backward is not None:
             self.prepared(operands, inputs)
         turn = self._turn(execution, "out", out)
         if turn is not None:
-            spec = execution.spec
-            picks = self._draw(pick_rows, spec)
-            q, k, v = inputs.q, inputs.k, inputs.v
-            tensors = {"q": q, "k": k, "v": v} if self.save_to is not None else {}
-            self._check(*turn, out.device, lambda: out_sums(q, k, v, out, spec, picks), tensors)
+            self._check_out(*turn, inputs, out)
         if self._under_way and not _recorded(out):
             self._read()
 
     def prepared(self, operands: Operands, inputs: Inputs) -> None:
         """Operands were made of the inputs, perhaps for a backward in this thread."""
-        if inputs.lengths is not None:
-            return
         self._prepared.operands = weakref.ref(operands)
         self._prepared.given = tuple(weakref.ref(x) for x in inputs.unquantised())
 
     def sample(self, execution: Executed, inputs: Inputs) -> _Sample | None:
         """A forward has run that may have a backward."""
-        if execution.spec.lengths is not None:  # counted by ``answered``
-            return None
         q, k, v = inputs.unquantised()
         turn = self._turn(execution, "gradients", q)
-        return None if turn is None else self._sampled(*turn, q, k, v)
+        return None if turn is None else self._sampled(*turn, q, k, v, inputs.lengths)
 
     def derived(self, execution: Executed, operands: Operands, grad_out: Tensor, gradients: Gradients) -> None:
         """A backward has run that may follow operands of this thread's."""
@@ -191,7 +183,7 @@ class Guard:
             return
         given = [x for each in self._prepared.given if (x := each()) is not None]
         turn = self._turn(execution, "gradients", grad_out) if len(given) == 3 else None
-        sample = None if turn is None else self._sampled(*turn, *given)
+        sample = None if turn is None else self._sampled(*turn, given[0], given[1], given[2], operands.lengths)
         if sample is not None:
             sample.derived(grad_out, gradients)
 
@@ -233,13 +225,38 @@ class Guard:
         with self._lock:
             return pick(spec, self._random)
 
-    def _sampled(self, case: _Case, call: int, q: Tensor, k: Tensor, v: Tensor) -> _Sample | None:
-        groups = self._draw(pick_groups, case.spec)
+    def _check_out(self, case: _Case, call: int, inputs: Inputs, out: Tensor) -> None:
+        q, k, v, lengths, _ = inputs
+        if lengths is None:
+            picks, tensors = self._draw(pick_rows, case.spec), self._saved(q=q, k=k, v=v)
+            self._check(case, call, out.device, lambda: out_sums(q, k, v, out, case.spec, picks), tensors)
+            return
+        plain = inputs.unquantised()
+        picks = self._draw(pick_rows, as_rows(case.spec, *plain[:2]))
+
+        def sums() -> Sums:
+            rows = Rows.of(case.spec, lengths, *plain)
+            return out_sums(rows.q, rows.k, rows.v, out, rows.spec, picks, rows.seen)
+
+        self._check(case, call, out.device, sums, {})
+
+    def _saved(self, **tensors: Tensor | Quantised) -> dict[str, Tensor | Quantised]:
+        return tensors if self.save_to is not None else {}
+
+    def _sampled(
+        self, case: _Case, call: int, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | None
+    ) -> _Sample | None:
         try:
             with aside(q.device):
-                own = part(groups, q, k, v)
+                if lengths is not None:
+                    rows = Rows.of(case.spec, lengths, q, k, v)
+                    groups = self._draw(pick_groups, rows.spec)
+                    own = part(groups, rows.q, rows.k, rows.v)
+                    return _Sample(self, case, call, groups, own, {}, rows.without_tensors())
+                groups = self._draw(pick_groups, case.spec)
                 whole = {"q": q, "k": k, "v": v} if self.save_to is not None else {}
-                return _Sample(self, case, call, groups, own, {name: x.detach().clone() for name, x in whole.items()})
+                kept: dict[str, Tensor | Quantised] = {name: x.detach().clone() for name, x in whole.items()}
+                return _Sample(self, case, call, groups, part(groups, q, k, v), kept)
         except Exception as error:  # memory, most likely: the program goes on without this check
             self._skip(type(error).__name__, str(error))
             return None
@@ -247,7 +264,11 @@ class Guard:
     def _check_gradients(self, sample: _Sample, grad_out: Tensor, gradients: Gradients) -> None:
         if self not in watching.opened or _recorded(grad_out):
             return
-        sums = partial(gradient_sums, sample.part, sample.groups, grad_out, gradients, sample.case.spec)
+        spec, seen, given = sample.case.spec, None, grad_out
+        if sample.rows is not None:
+            spec, seen = sample.rows.spec, sample.rows.seen
+            given = used(grad_out, seen.used_q)
+        sums = partial(gradient_sums, sample.part, sample.groups, given, gradients, spec, seen)
         tensors = {**sample.tensors, "grad_out": grad_out} if sample.tensors else {}
         self._check(sample.case, sample.call, grad_out.device, sums, tensors)
 

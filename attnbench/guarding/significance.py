@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Detector", "Finding"]
+__all__ = ["Alarm", "Detector"]
 
 _BETS = (0.05, 0.2, 0.5, 0.9)
 _ALARM = 1e6  # checks between two false alarms, at least; with every=1000 these are 10⁹ calls
@@ -25,7 +25,7 @@ _GROSS = 100.0  # of the squared error: one head ten times beyond the bound need
 
 
 @dataclass(frozen=True)
-class Finding:
+class Alarm:
     """An alarm: the error of the checks since the trouble began, each counting alike, and the evidence (1 is none)."""
 
     error: float
@@ -43,16 +43,16 @@ class Detector:
         self._logs = [0.0] * len(_BETS)
         self._error, self._checks = 0.0, 0
 
-    def add(self, errors: Sequence[float], sizes: Sequence[float]) -> Finding | None:
-        """Add a check: squared errors and sizes of each head's rows.  Returns a finding, and starts anew, if it is
+    def add(self, errors: Sequence[float], sizes: Sequence[float]) -> Alarm | None:
+        """Add a check: squared errors and sizes of each head's rows.  Returns an alarm, and starts anew, if they are
         decisive.
         """
         size, error = math.fsum(sizes), math.fsum(errors)
         if not math.isfinite(error):
             self._start()
-            return Finding(math.inf, math.inf)
+            return Alarm(math.inf, math.inf)
         if size == 0.0:  # nothing to be right about
-            return Finding(math.inf, math.inf) if error else None
+            return Alarm(math.inf, math.inf) if error else None
         if max(self._logs) <= 0.0:
             self._error, self._checks = 0.0, 0
         self._error, self._checks = self._error + error / size, self._checks + 1
@@ -66,6 +66,6 @@ class Detector:
         if mean < math.log(_ALARM) and not gross:
             return None
         evidence = math.inf if gross else math.exp(min(mean, 700.0))  # beyond 700 a double is infinite
-        found = Finding(math.sqrt(self._error / self._checks), evidence)
+        found = Alarm(math.sqrt(self._error / self._checks), evidence)
         self._start()
         return found

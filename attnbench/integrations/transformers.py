@@ -22,7 +22,7 @@ from attnbench.problem.mask import Mask
 from .calls import Calls, chosen
 from .mask_tensors import MaskTensors, dense
 from .transformers_layer import asked_mask, asks_causal
-from .transformers_mask import Asked, Caller, LayerMask, UnservableError, told
+from .transformers_mask import Caller, LayerMask, MaskRequest, UnservableError, layer_mask
 from .transformers_models import watch_models
 from .transformers_sequences import Sequences, named_lengths
 
@@ -63,17 +63,49 @@ def register(
     calls = Calls(f'transformers with attn_implementation="{name}"', "sdpa", otherwise, backend, dtype, max_error)
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-        from transformers.masking_utils import sdpa_mask
+
+        answers = _Answers(calls, padding == "right")
     except ImportError as error:
         raise InputError(f"transformers 4.53 or later is needed ({error}): {_INSTALL}") from None
-    theirs: Any = sdpa_attention_forward
-    tensors = MaskTensors()
+    AttentionInterface.register(name, answers.attend)
+    AttentionMaskInterface.register(name, answers.mask)
+    watch_models(name, calls)
+    return calls
 
-    def read(tensor: Tensor, seqlen_q: int, seqlen_kv: int) -> Mask | None:
-        return None if calls.hands_on else tensors.read(tensor, seqlen_q, seqlen_kv)
+
+class _Answers:
+    """What transformers calls for a registered name: ``mask`` for each kind of layer, then ``attend`` in each layer."""
+
+    def __init__(self, calls: Calls, right_padding: bool) -> None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+        from transformers.masking_utils import sdpa_mask
+
+        self._calls, self._right_padding = calls, right_padding
+        self._sdpa: Any = sdpa_attention_forward
+        self._sdpa_mask: Any = sdpa_mask
+        self._tensors = MaskTensors()
+
+    def mask(self, *positions: Any, **named: Any) -> LayerMask | Tensor | None:
+        """What layers are told: a mask, None, or the tensor that SDPA is given where those calls are handed on."""
+        known = named.get("attention_mask")
+        if isinstance(known, LayerMask):  # made before, for generate
+            return known
+        window = named.get("local_size")
+        try:
+            if window is None or window > 0:
+                caller = Caller() if is_compiling() else Caller.of(sys._getframe(1))
+                return layer_mask(
+                    MaskRequest.of(*positions, **named), self._right_padding, self._calls.hands_on, caller
+                )
+            # A window of no keys, for layers that the model does not have: Qwen2-MoE's default.
+        except UnservableError as reason:
+            self._calls.warn(str(reason))
+        plain = {**named, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        tensor: Tensor | None = self._sdpa_mask(*positions, **plain)
+        return tensor
 
     def attend(
+        self,
         module: nn.Module,
         query: Tensor,
         key: Tensor,
@@ -106,61 +138,41 @@ def register(
             sequences = named
         try:
             mask = asked_mask(
-                module, query.shape[2], key.shape[2], attention_mask, read, dropout=dropout, is_causal=is_causal,
-                sliding_window=sliding_window, position_bias=position_bias, **others,
+                module, query.shape[2], key.shape[2], attention_mask, self._read, dropout=dropout,
+                is_causal=is_causal, sliding_window=sliding_window, position_bias=position_bias, **others,
             )  # fmt: skip
         except UnservableError as reason:
-            calls.refuse(str(reason))
+            self._calls.refuse(str(reason))
         else:
             options: dict[str, Any] = {"scale": scaling, "softcap": softcap or None, "sinks": s_aux}
             if sequences is not None:
-                out = sequences.attend(calls, query, key, value, replace(mask, alignment="bottom-right"), **options)
-                if out is not None:
-                    return out, None
+                mask = replace(mask, alignment="bottom-right")
+                out = sequences.attend(self._calls, query, key, value, mask, **options)
             else:
-                out = calls.attend(query, key, value, mask, **options)
-                if out is not None:
-                    return out.transpose(1, 2).contiguous(), None
+                out = self._calls.attend(query, key, value, mask, **options)
+                out = None if out is None else out.transpose(1, 2).contiguous()
+            if out is not None:
+                return out, None
         if s_aux is not None:
             raise InputError(f"{layer} has sinks, which transformers' SDPA does not know")
         if isinstance(attention_mask, LayerMask):
             attention_mask = attention_mask.tensor()
+        causal = asks_causal(module, is_causal)
         if named is not None:
-            attention_mask = _within(named, attention_mask, asks_causal(module, is_causal), query, key)
-        options = {} if position_bias is None else {"position_bias": position_bias}
-        function = theirs
+            attention_mask = _within(named, attention_mask, causal, query, key)
+        given = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
+        if position_bias is not None:
+            given["position_bias"] = position_bias
+        function = self._sdpa
         if softcap:
             function = _eager(module)
             if function is None:
                 raise InputError(f"{layer} has a softcap, which transformers' SDPA does not know")
-            attention_mask = _added(attention_mask, asks_causal(module, is_causal), query, key)
-            options["softcap"] = softcap
-        answer = function(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **options
-        )
-        return answer[0], None
+            attention_mask, given["softcap"] = _added(attention_mask, causal, query, key), softcap
+        return function(module, query, key, value, attention_mask, **given)[0], None
 
-    def mask(*positions: Any, **named: Any) -> LayerMask | Tensor | None:
-        """What layers are told: a mask, None, or the tensor that SDPA is given where those calls are handed on."""
-        known = named.get("attention_mask")
-        if isinstance(known, LayerMask):  # made before, for generate
-            return known
-        window = named.get("local_size")
-        try:
-            if window is None or window > 0:
-                caller = Caller() if is_compiling() else Caller.of(sys._getframe(1))
-                return told(Asked.of(*positions, **named), padding == "right", calls.hands_on, caller)
-            # A window of no keys, for layers that the model does not have: Qwen2-MoE's default.
-        except UnservableError as reason:
-            calls.warn(str(reason))
-        plain = {**named, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        tensor: Tensor | None = sdpa_mask(*positions, **plain)
-        return tensor
-
-    AttentionInterface.register(name, attend)
-    AttentionMaskInterface.register(name, mask)
-    watch_models(name, calls)
-    return calls
+    def _read(self, tensor: Tensor, seqlen_q: int, seqlen_kv: int) -> Mask | None:
+        return None if self._calls.hands_on else self._tensors.read(tensor, seqlen_q, seqlen_kv)
 
 
 def _eager(module: nn.Module) -> Any:

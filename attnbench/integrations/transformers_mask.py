@@ -25,7 +25,7 @@ from attnbench.problem.mask import Mask
 from .mask_tensors import dense
 from .transformers_sequences import Sequences
 
-__all__ = ["Asked", "Caller", "LayerMask", "UnservableError", "told"]
+__all__ = ["Caller", "LayerMask", "MaskRequest", "UnservableError", "layer_mask"]
 
 _BESIDE_CACHE = "packed sequences beside a cache, which transformers takes for one (use_cache=False tells them apart)"
 _Visible = Callable[..., Tensor]  # (batch, head, query, key) indices that broadcast, to whether the key is seen
@@ -91,7 +91,7 @@ class LayerMask(Mask):
         return func(*args, **kwargs)
 
 
-class Asked(NamedTuple):
+class MaskRequest(NamedTuple):
     """The arguments that transformers passes to a mask function."""
 
     batch: int
@@ -124,7 +124,7 @@ class Asked(NamedTuple):
         use_vmap: bool = False,
         device: Any = "cpu",
         **_: Any,
-    ) -> Asked:
+    ) -> MaskRequest:
         """From the keyword arguments of transformers 5, or of 4, which counts queries differently."""
         if cache_position is not None:
             q_length = cache_position.shape[0]
@@ -167,7 +167,9 @@ class Caller(NamedTuple):
 _UNKNOWN_CALLER = Caller()
 
 
-def told(asked: Asked, right_padding: bool, hands_on: bool, caller: Caller = _UNKNOWN_CALLER) -> LayerMask | None:
+def layer_mask(
+    asked: MaskRequest, right_padding: bool, hands_on: bool, caller: Caller = _UNKNOWN_CALLER
+) -> LayerMask | None:
     """The mask, or None where SDPA would get none either.  Raises UnservableError.
 
     With ``right_padding``, causal batches padded at the right only count as causal.  Compiled code cannot read values:
@@ -194,7 +196,7 @@ def told(asked: Asked, right_padding: bool, hands_on: bool, caller: Caller = _UN
     )  # fmt: skip
 
 
-def _pattern(asked: Asked) -> Mask:
+def _pattern(asked: MaskRequest) -> Mask:
     local = asked.local_size if asked.local_size is not None and asked.seqlen_kv >= asked.local_size else None
     if not asked.causal and local is None:
         return Mask()
@@ -208,7 +210,7 @@ def _pattern(asked: Asked) -> Mask:
     return Mask(local, local, "bottom-right")
 
 
-def _unpadded(asked: Asked, caller: Caller, mask: Mask, right_padding: bool) -> Sequences | None:
+def _unpadded(asked: MaskRequest, caller: Caller, mask: Mask, right_padding: bool) -> Sequences | None:
     """The sequences without their padding, None if nothing is padded; reads the tensor, as transformers' SDPA does."""
     assert asked.padding is not None, "asked by told alone"
     if asked.padding.ndim != 2 or asked.padding.shape[1] < asked.first_key + asked.seqlen_kv:
@@ -235,7 +237,7 @@ def _unpadded(asked: Asked, caller: Caller, mask: Mask, right_padding: bool) -> 
     return Sequences.of_padded(real, asked.seqlen_q, every_query, asked.device)
 
 
-def _packed(asked: Asked, positions: Tensor) -> Sequences | None:
+def _packed(asked: MaskRequest, positions: Tensor) -> Sequences | None:
     """The sequences of rows whose positions do not always ascend by one, as transformers finds them without a cache.
 
     None if the mask function does not agree that each token sees the one before it in its sequence, and no other's: it
@@ -251,7 +253,7 @@ def _packed(asked: Asked, positions: Tensor) -> Sequences | None:
     return None if bool(unlike.any()) else Sequences.of_packed(starts, asked.device)
 
 
-def _beside_cache(asked: Asked, positions: Tensor) -> Sequences | None:
+def _beside_cache(asked: MaskRequest, positions: Tensor) -> Sequences | None:
     """The sequences of rows whose positions start anew; None if each row is one.
 
     Beside a cache transformers itself takes a row for one sequence.  Raises UnservableError if something was cached
@@ -266,7 +268,7 @@ def _beside_cache(asked: Asked, positions: Tensor) -> Sequences | None:
     return Sequences.of_packed(starts, asked.device)
 
 
-def _check_overlays(asked: Asked, mask: Mask, hands_on: bool) -> None:
+def _check_overlays(asked: MaskRequest, mask: Mask, hands_on: bool) -> None:
     """Raise UnservableError if something combined with the mask changes it; compares the whole mask, as SDPA does."""
     if asked.indexed and is_compiling() and not hands_on:
         _assert(_agrees(asked, mask), "transformers' mask is not plain: packed sequences, blocks or overlays")
@@ -274,17 +276,17 @@ def _check_overlays(asked: Asked, mask: Mask, hands_on: bool) -> None:
         raise UnservableError("sequences packed into one, blocks or overlays that transformers puts over the mask")
 
 
-def _agrees(asked: Asked, mask: Mask) -> Tensor:
+def _agrees(asked: MaskRequest, mask: Mask) -> Tensor:
     """Whether the mask function equals ``mask`` for every query, ignoring padding."""
     shown = _shown(asked.visible, asked.batch, _range(asked.seqlen_q, asked), _range(asked.seqlen_kv, asked))
     return (shown == dense(mask, asked.seqlen_q, asked.seqlen_kv, asked.device)).all()
 
 
-def _range(count: int, asked: Asked) -> Tensor:
+def _range(count: int, asked: MaskRequest) -> Tensor:
     return torch.arange(count, device=asked.device)
 
 
-def _is_window(asked: Asked, mask: Mask) -> bool:
+def _is_window(asked: MaskRequest, mask: Mask) -> bool:
     """Whether the mask function sees exactly to the window's edges, at a query far from the start."""
     assert asked.local_size is not None, "else the mask is no window"
     size = asked.local_size

@@ -33,10 +33,12 @@ __all__ = [
     "Operands",
     "Result",
     "Saved",
+    "Whole",
     "gradient_dtype",
     "rounding_error",
 ]
 
+Whole = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 Library = Literal["cudnn", "triton"]
 _LIBRARIES: tuple[Library, ...] = get_args(Library)
 
@@ -256,6 +258,16 @@ class ForwardKernel(Kernel):
     @abstractmethod
     def run(self, operands: Operands) -> Result:
         """The kernel itself.  Runs on the current stream, without synchronising."""
+
+    def whole(self, spec: AttentionSpec, device_type: str) -> Whole | None:
+        """``prepare`` and ``run`` in one function of q, k, v, for a library whose operator does both; None elsewhere.
+
+        It takes the tensors (B, H, S, D) of an ``Inputs``, in any strides and without lengths, and returns (out, lse)
+        as ``run`` does to the bit; lse may be None unless ``spec.return_lse``.  Where ``spec`` asks for training, torch
+        must differentiate it, with the same kernel as the backward of this name.  It saves a small call the host's
+        time for operands and for an autograd function in Python.
+        """
+        return None
 
 
 class BackwardKernel(Kernel):

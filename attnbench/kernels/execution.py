@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._C import _is_any_autocast_enabled
 
 from ..problem.spec import AttentionSpec
-from .contract import BackwardKernel, ForwardKernel, Inputs, Operands, Result, Saved
+from .contract import BackwardKernel, ForwardKernel, Inputs, Operands, Result, Saved, Whole
 from .devices import bind
 from .guard_hook import watching
 from .plan import Plan
@@ -45,11 +45,30 @@ class Execution:
 
     def __call__(self, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
         """(out, lse) of the inputs; out carries gradients where the spec asks for training."""
+        whole = self._whole_on_gpu if inputs.q.is_cuda else self._whole_on_cpu
+        if whole is not None and watching.active is None and not _is_any_autocast_enabled():
+            return whole(*inputs[:3])  # type: ignore[arg-type]  # a spec with descales has none
         if self.backward is None:
             _, (out, lse, _) = self.answer(inputs)
             return out, lse
         out, lse = _recorded(*inputs.unquantised(), inputs.sinks, inputs, self)  # type: ignore[no-untyped-call]
         return out, lse
+
+    @cached_property
+    def _whole_on_gpu(self) -> Whole | None:
+        return self._whole("cuda")
+
+    @cached_property
+    def _whole_on_cpu(self) -> Whole | None:
+        return self._whole("cpu")
+
+    def _whole(self, device_type: str) -> Whole | None:
+        spec, backward = self.spec, self.backward
+        if spec.lengths is not None or spec.sinks or spec.partial or spec.descale is not None:
+            return None
+        if backward is not None and backward.name != self.forward.name:
+            return None
+        return self.forward.whole(spec, device_type)
 
     @cached_property
     def without_sinks(self) -> Execution:

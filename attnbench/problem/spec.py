@@ -141,7 +141,10 @@ class AttentionSpec:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> AttentionSpec:
-        """The spec that ``to_dict`` wrote.  Raises InputError on a missing, unknown or impossible entry."""
+        """The spec that ``to_dict`` wrote, or ``short_fields``, whose gaps ``make`` fills.
+
+        Raises InputError on a missing, unknown or impossible entry.
+        """
         if not isinstance(data, Mapping):
             raise InputError(f"a spec is an object, not {type(data).__name__}")
         known = {each.name for each in fields(cls)}
@@ -151,7 +154,7 @@ class AttentionSpec:
         if not (lengths is None or isinstance(lengths, LengthsKind)):
             lengths = LengthsKind.from_dict(lengths)
         try:
-            return cls(**{**data, "mask": mask if isinstance(mask, Mask) else Mask(**mask), "lengths": lengths})
+            return cls.make(**{**data, "mask": mask if isinstance(mask, Mask) else Mask(**mask), "lengths": lengths})
         except TypeError as error:
             raise InputError(f"not a spec: {error}") from None
 

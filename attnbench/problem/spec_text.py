@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
-from ..files.json_text import of_kind
-from .lengths_kind import LengthsKind
-from .mask import Mask
 from .spec import AttentionSpec
 
-__all__ = ["short_fields", "spec_from", "spec_order"]
-
-_FIELDS = {each.name for each in fields(AttentionSpec)}
+__all__ = ["short_fields", "spec_order"]
 
 
 def short_fields(spec: AttentionSpec) -> dict[str, Any]:
@@ -26,16 +20,6 @@ def short_fields(spec: AttentionSpec) -> dict[str, Any]:
     return {
         name: value for name, value in {**fields, "mask": mask}.items() if name not in usual or value != usual[name]
     }
-
-
-def spec_from(fields: Any) -> AttentionSpec:
-    """The spec that ``short_fields`` wrote.  Raises ValueError, TypeError or InputError where it is none."""
-    given = dict(of_kind(dict, fields))
-    if unknown := given.keys() - _FIELDS:
-        raise ValueError(f"a spec has no entry {min(unknown)!r:.60}")
-    if "lengths" in given:
-        given["lengths"] = LengthsKind.from_dict(given["lengths"])
-    return AttentionSpec.make(**{**given, "mask": Mask(**of_kind(dict, given.get("mask", {})))})
 
 
 def spec_order(spec: AttentionSpec) -> tuple[object, ...]:

@@ -8,16 +8,20 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import asdict, field, fields
 from functools import cache
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
 
 from ..errors import InputError
-from ..text.printable import brief, printable
+from ..files.json_text import validation_fault
+from ..text.printable import printable
 from .nvml import Nvml
 
 if TYPE_CHECKING:
@@ -28,13 +32,14 @@ if TYPE_CHECKING:
 __all__ = ["Environment", "own_commit", "text_of"]
 
 _LONGEST = 256  # characters of any one fact: what comes from a file is bounded
-_MOST_BACKENDS = 256
-_NUMBERS = {"device_count": 2**20, "threads": 2**20, "clock_mhz": 2**20, "power_cap_w": 2**20, "memory_bytes": 2**60}
-_FORMS = {"uuid_hash": r"[0-9a-f]{12}", "commit": r"[0-9a-f]{7,64}(-dirty)?"}
+_COMMIT = "[0-9a-f]{7,64}(-dirty)?"
 _GIT_PATIENCE = 5.0  # seconds
+_Text = Annotated[str, Field(min_length=1, max_length=_LONGEST)]
+_Number = Annotated[int, Field(gt=0, lt=2**20)]
+_ByBackend = Annotated[dict[_Text, _Text], Field(max_length=256)]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True, extra="forbid"))
 class Environment:
     """One machine, device and set of installed versions; None: there is no such thing, it is unknown, or the record is
     older.
@@ -47,31 +52,27 @@ class Environment:
     the distribution or build it comes from.
     """
 
-    device_type: str
-    device_name: str
-    device_count: int = 1
-    capability: str | None = None
-    driver: str | None = None
-    uuid_hash: str | None = None
-    clock_mhz: int | None = None
-    power_cap_w: int | None = None
-    memory_bytes: int | None = None
-    cuda: str | None = None
-    cudnn: str | None = None
-    torch: str
-    triton: str | None = None
-    python: str
-    platform: str
-    cpu: str
-    threads: int
-    attnbench: str
-    commit: str | None = None
-    backends: Mapping[str, str] = field(default_factory=dict, hash=False)
-    origins: Mapping[str, str] = field(default_factory=dict, hash=False)
-
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            _check(each.name, getattr(self, each.name), optional=each.default is None)
+    device_type: _Text
+    device_name: _Text
+    device_count: _Number = 1
+    capability: _Text | None = None
+    driver: _Text | None = None
+    uuid_hash: Annotated[str, Field(pattern="^[0-9a-f]{12}$")] | None = None
+    clock_mhz: _Number | None = None
+    power_cap_w: _Number | None = None
+    memory_bytes: Annotated[int, Field(gt=0, lt=2**60)] | None = None
+    cuda: _Text | None = None
+    cudnn: _Text | None = None
+    torch: _Text
+    triton: _Text | None = None
+    python: _Text
+    platform: _Text
+    cpu: _Text
+    threads: _Number
+    attnbench: _Text
+    commit: Annotated[str, Field(pattern=f"^{_COMMIT}$")] | None = None
+    backends: _ByBackend = field(default_factory=dict, hash=False)
+    origins: _ByBackend = field(default_factory=dict, hash=False)
 
     @classmethod
     def detect(cls, device: TorchDevice, registry: Registry) -> Environment:
@@ -159,35 +160,15 @@ class Environment:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, data: object) -> Environment:
+    def from_dict(cls, data: Any) -> Environment:
         """The environment that ``to_dict`` wrote.  Raises InputError on missing, unknown or impossible entries."""
-        if not isinstance(data, Mapping):
-            raise InputError(f"an environment is a mapping, not {type(data).__name__}")
-        known = {each.name for each in fields(cls)}
-        if unknown := [name for name in data if name not in known]:
-            raise InputError(f"an environment has no entry {brief(unknown[0])}")
         try:
             return cls(**data)
-        except TypeError as error:
-            raise InputError(f"not an environment: {error}") from None
-
-
-def _check(name: str, value: object, *, optional: bool) -> None:
-    if name in ("backends", "origins"):
-        if not isinstance(value, Mapping) or len(value) > _MOST_BACKENDS:
-            raise InputError(f"an environment's {name} must be a mapping of at most {_MOST_BACKENDS} texts")
-        for backend, found in value.items():
-            _check(f"key in {name}", backend, optional=False)
-            _check(f"{name} entry of {brief(backend)}", found, optional=False)
-    elif value is None and optional:
-        return
-    elif name in _NUMBERS:
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _NUMBERS[name]:
-            raise InputError(f"an environment's {name} must be a positive number, not {brief(value)}")
-    elif not isinstance(value, str) or not 0 < len(value) <= _LONGEST:
-        raise InputError(f"an environment's {name} must be a text of 1 to {_LONGEST} characters, not {brief(value)}")
-    elif name in _FORMS and not re.fullmatch(_FORMS[name], value):
-        raise InputError(f"an environment's {name} has the form {_FORMS[name]}, not {brief(value)}")
+        except ValidationError as error:
+            fault = validation_fault(error, "the whole")
+        except TypeError as error:  # no mapping
+            fault = str(error)
+        raise InputError(f"not an environment: {printable(fault)}")
 
 
 def text_of(value: object) -> str:
@@ -260,4 +241,4 @@ def _commit_of(folder: Path) -> str | None:
     except (OSError, UnicodeDecodeError, subprocess.TimeoutExpired):
         return None
     said = run.stdout.strip()
-    return said if run.returncode == 0 and re.fullmatch(_FORMS["commit"], said) else None
+    return said if run.returncode == 0 and re.fullmatch(_COMMIT, said) else None

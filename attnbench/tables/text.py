@@ -4,26 +4,61 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from ..files.json_text import bounded_text, decoded, expected, of_kind
-from ..kernels.plan import Plan
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter
+
+from ..errors import MalformedFileError
+from ..files.json_text import read_json
 from ..problem.spec import AttentionSpec
-from ..problem.spec_text import short_fields, spec_from, spec_order
-from ..text.printable import printable
-from .entry import LONGEST_MS, SHORTEST_MS, STATUSES, Entry
+from ..problem.spec_text import short_fields, spec_order
+from .entry import LONGEST_MS, SHORTEST_MS, Entry, Status
 from .environment import Environment
+from .record_fields import NumberOrInf, PlanField, Printable, SpecField
 
 __all__ = ["SCHEMA", "parsed", "written"]
 
 SCHEMA = "attnbench.table/2"
-_MOST_FAMILIES = 64
-_LONGEST_NAME, _LONGEST_REASON = 200, 2000
 _LEAST_ERROR = 1e-100  # below it, and above 0, ratios and logarithms leave the range of floats
-_FACTS = {"status", "time_ms", "spread_ms", "errors", "check", "reason"}
+_STRICT = ConfigDict(strict=True, extra="forbid")
+
+_Name = Annotated[str, StringConstraints(max_length=200, pattern=r"^[^\pC\p{Zl}\p{Zp}]*$")]
+_Error = Annotated[NumberOrInf, Field(ge=0), AfterValidator(lambda error: error and max(error, _LEAST_ERROR))]
+
+
+class _Facts(BaseModel):
+    """A plan's entry, without what is as usual."""
+
+    model_config = _STRICT
+
+    status: Status = "ok"
+    time_ms: Annotated[float, Field(ge=SHORTEST_MS, le=LONGEST_MS)] | None = None
+    spread_ms: Annotated[float, Field(ge=0, le=LONGEST_MS)] | None = None
+    errors: Annotated[dict[_Name, _Error], Field(max_length=64)] = {}
+    check: Annotated[Printable, Field(max_length=200)] | None = None
+    reason: Annotated[Printable, Field(max_length=2000)] | None = None
+
+
+class _Plans(BaseModel):
+    model_config = _STRICT
+
+    spec: SpecField
+    plans: dict[PlanField, _Facts]
+
+
+class _Content(BaseModel):
+    model_config = _STRICT
+
+    schema_: str = Field(alias="schema")
+    environment: Environment
+    specs: list[_Plans]
+
+
+_CONTENT = TypeAdapter(_Content)
 
 
 def written(environment: Environment, entries: Iterable[Entry]) -> str:
@@ -38,22 +73,13 @@ def written(environment: Environment, entries: Iterable[Entry]) -> str:
 
 def parsed(path: Path, text: str) -> tuple[Environment, list[Entry]]:
     """What ``written`` wrote; ``path`` is named in errors.  Raises MalformedFileError on anything else."""
-    data = decoded(path, text, SCHEMA)
-    with expected(path, "an environment"):
-        environment = Environment.from_dict(data["environment"])
-    with expected(path, "a list of specs"):
-        specs = of_kind(list, data["specs"])
-    entries: dict[AttentionSpec, list[Entry]] = {}
-    for number, each in enumerate(specs):
-        with expected(path, f"a spec at specs[{number}]"):
-            spec, plans = spec_from(of_kind(dict, each)["spec"]), of_kind(dict, each["plans"])
-            if spec in entries:
-                raise ValueError(f"{spec} occurs twice")
-        entries[spec] = []
-        for name, facts in plans.items():
-            with expected(path, f"an entry at specs[{number}], {name!r:.60}"):
-                entries[spec].append(_entry(spec, name, of_kind(dict, facts)))
-    return environment, [entry for found in entries.values() for entry in found]
+    content = read_json(path, text, SCHEMA, _CONTENT)
+    if len({each.spec for each in content.specs}) < len(content.specs):
+        ((twice, _),) = Counter(each.spec for each in content.specs).most_common(1)
+        raise MalformedFileError(path, f"expected each spec once, and {twice} occurs twice")
+    return content.environment, [
+        Entry(each.spec, plan, **vars(facts)) for each in content.specs for plan, facts in each.plans.items()
+    ]
 
 
 def _block(spec: AttentionSpec, entries: Iterable[Entry]) -> str:
@@ -73,46 +99,3 @@ def _facts(entry: Entry) -> dict[str, Any]:
         "reason": entry.reason,
     }
     return {name: value for name, value in facts.items() if value is not None}
-
-
-def _entry(spec: AttentionSpec, name: str, facts: dict[str, Any]) -> Entry:
-    if unknown := facts.keys() - _FACTS:
-        raise ValueError(f"an entry has no {min(unknown)!r:.60}")
-    status, errors = facts.get("status", "ok"), of_kind(dict, facts.get("errors", {}))
-    if status not in STATUSES:
-        raise ValueError(f"{status!r:.60} is no status")
-    if len(errors) > _MOST_FAMILIES:
-        raise ValueError(f"{len(errors)} input families")
-    return Entry(
-        spec=spec,
-        plan=Plan.parse(bounded_text(name, _LONGEST_NAME)),
-        status=status,
-        time_ms=_time(facts.get("time_ms"), SHORTEST_MS),
-        spread_ms=_time(facts.get("spread_ms"), 0.0),
-        errors=_errors(errors),
-        reason=None if "reason" not in facts else printable(bounded_text(facts["reason"], _LONGEST_REASON)),
-        check=None if "check" not in facts else printable(bounded_text(facts["check"], _LONGEST_NAME)),
-    )
-
-
-def _errors(found: dict[str, Any]) -> dict[str, float]:
-    errors: dict[str, float] = {}
-    for name, value in found.items():
-        family = printable(bounded_text(name, _LONGEST_NAME))
-        error = math.inf if value == "inf" else _number(value, 0.0, math.inf)
-        if error != 0:
-            error = max(error, _LEAST_ERROR)
-        errors[family] = max(error, errors.get(family, 0.0))  # names may differ in what is not printable alone
-    return errors
-
-
-def _time(value: Any, least: float) -> float | None:
-    return None if value is None else _number(value, least, LONGEST_MS)
-
-
-def _number(value: Any, least: float, most: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
-        raise ValueError(f"{value!r:.60} is no number from {least:g} to {most:g}")
-    if math.isinf(value):  # 1e999, which JSON has no number for either
-        raise ValueError("an infinite number")
-    return float(value)

@@ -34,9 +34,11 @@ class Known:
     """The measurements usable on a device.
 
     ``tables``: the user's first, then those of ``ATTNBENCH_TABLES``, then the shipped one, then those of both that can
-    be scaled to this model; without unusable entries.  A spec is in one of them only, because measured times of two
-    machines must not be compared in a choice.  ``note``: what to report about them, or None.
-    ``dropped`` maps a backend to why its entries are not used.
+    be scaled to this model; without unusable entries.  Of several that have a spec the first speaks for it,
+    because measured times of two machines must not be compared in a choice.  Those of one GPU model have no spec twice;
+    a scaled one is whole, because what is left of it without the specs of this GPU's are a few odd shapes, from which
+    it predicts anything.  ``note``: what to report about them, or None.  ``dropped`` maps a backend to why its entries
+    are not used.
     """
 
     tables: tuple[Table, ...] = ()
@@ -150,7 +152,8 @@ class _Kept:
         usable = binding.usable(table)
         unused = [*binding.refused, *dict.fromkeys(binding.dropped.values())]
         if usable.entries:
-            measured = {spec for each in self._tables for spec in each.specs}
+            alike = [each for each in self._tables if each.scaled_from == usable.scaled_from]
+            measured = {spec for each in alike for spec in each.specs}
             left = {key: entry for key, entry in usable.entries.items() if key[0] not in measured}
             if left:
                 self._tables.append(replace(usable, entries=left))

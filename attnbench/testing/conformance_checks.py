@@ -24,6 +24,7 @@ from .conformance_conduct import (
     check_stream,
     check_threads,
     check_torch_state,
+    check_whole,
 )
 from .conformance_growth import check_growth, long_specs
 from .conformance_numbers import (
@@ -230,6 +231,14 @@ _OF_FEW_TOKENS = (
         only="training",
         after=(*_PLAIN, "repeated calls"),
         count=2,
+    ),
+    Check(
+        name="whole",
+        wrong=check_whole,
+        look="whole must answer as prepare and run do, whatever the strides, or be None for the spec",
+        mixed=True,
+        only="forward",
+        after=("out",),
     ),
     Check(
         name="threads",

@@ -41,6 +41,7 @@ __all__ = [
     "check_stream",
     "check_threads",
     "check_torch_state",
+    "check_whole",
 ]
 
 _ROUNDS = 4
@@ -268,6 +269,23 @@ def check_autograd(subject: Subject, spec: AttentionSpec) -> str | None:
         if execution(Inputs.of(leaves))[0].requires_grad:
             return "out carries a gradient in no_grad"
     return None
+
+
+def check_whole(subject: Subject, spec: AttentionSpec) -> str | None:
+    """What a call gives where one function stands for ``prepare`` and ``run``: shapes, types and numbers as theirs."""
+    inputs = inputs_of(spec, subject.device)
+    if subject.forward.whole(spec, subject.device.type) is None:
+        return None
+    expected = subject.answers(spec, inputs)
+    out, lse = Execution(spec, subject.forward)(inputs.qkv)
+    found: dict[TensorName, Tensor] = {"out": out} if lse is None else {"out": out, "lse": lse}
+    if spec.return_lse and "lse" not in found:
+        return "whole returns no lse, and the spec asks for one"
+    for name, x in found.items():
+        if (x.shape, x.dtype) != (expected[name].shape, expected[name].dtype):
+            return f"whole returns {name} as {x.dtype} {tuple(x.shape)}, run another"
+    said = subject.wrong(spec, found, truth_of(subject, spec, inputs))
+    return None if said is None else f"by whole {said}"
 
 
 def check_stream(subject: Subject, spec: AttentionSpec) -> str | None:

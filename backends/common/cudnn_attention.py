@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attnbench.kernels.capabilities import Capabilities, Device
 from attnbench.kernels.contract import BackwardKernel, ForwardKernel
+from attnbench.problem.lengths_kind import BATCHES
 from attnbench.problem.spec import AttentionSpec
 
 from .declared_errors import DECLARED_ERROR, DECLARED_GRADIENT_ERROR, FIXED_SCALE, SHORT_ACCUMULATOR
@@ -43,7 +44,7 @@ _UNLIMITED = 2**31  # the 16-bit forward was right on an H200 at every head dime
 _GROUP = 16  # queries
 _WIDEST_PACKED = 256
 # The last tile of a sequence reads the tokens of the next one; whether NaN stays there was not seen.
-_PACKS: dict[str, Any] = {"lengths": ("packed",), "isolates": False}
+_PACKS: dict[str, Any] = {"lengths": BATCHES, "isolates": False}
 
 
 def cudnn_version() -> int | None:

@@ -21,7 +21,8 @@ from ..common import cudnn_attention as common
 from ..common.cudnn_attention import BACKWARD_SIZE, PEAK, PRECISIONS, cudnn_version, scalar, too_old
 from ..common.installed import versions_of
 from ..common.layout import aligned, padded, tokens
-from .graphs import OUTPUTS, Band, Graph, Layout, Question, graph_of, inputs_of, laid_out
+from ..common.unpadding import unpads_backward, unpads_forward
+from .graphs import OUTPUTS, Band, Graph, Question, TensorLayout, graph_of, inputs_of, laid_out
 from .packed import described, lengths_of, outputs_of
 from .scales import descale_of, gradient_bounds, too_long
 
@@ -66,8 +67,8 @@ def _readable(x: Tensor) -> Tensor:
     return aligned(laid_out(x))
 
 
-def _graph(node: str, inputs: Mapping[str, Tensor], outputs: tuple[Layout, ...], spec: AttentionSpec) -> Graph:
-    layouts = tuple(Layout.of(x) for x in inputs.values())
+def _graph(node: str, inputs: Mapping[str, Tensor], outputs: tuple[TensorLayout, ...], spec: AttentionSpec) -> Graph:
+    layouts = tuple(TensorLayout.of(x) for x in inputs.values())
     return graph_of(Question(node, layouts, outputs, spec.scale, _band(spec), inputs["q"].device))
 
 
@@ -84,21 +85,23 @@ def _packed_graph(node: str, spec: AttentionSpec, device: torch.device) -> Graph
     return graph_of(Question(node, inputs, outputs, spec.scale, band, device, totals))
 
 
-def _forward_outputs(spec: AttentionSpec, dtype: torch.dtype) -> tuple[Layout, Layout]:
+def _forward_outputs(spec: AttentionSpec, dtype: torch.dtype) -> tuple[TensorLayout, TensorLayout]:
     sizes = (spec.batch, spec.heads, spec.seqlen_q)
-    return Layout.rows(*sizes, spec.head_dim_v, dtype), Layout.dense(*sizes, 1)
+    return TensorLayout.rows(*sizes, spec.head_dim_v, dtype), TensorLayout.dense(*sizes, 1)
 
 
-def _gradient_outputs(spec: AttentionSpec, size: int, size_v: int, dtype: torch.dtype) -> tuple[Layout, Layout, Layout]:
+def _gradient_outputs(
+    spec: AttentionSpec, size: int, size_v: int, dtype: torch.dtype
+) -> tuple[TensorLayout, TensorLayout, TensorLayout]:
     keys = (spec.batch, spec.kv_heads, spec.seqlen_kv)
     return (
-        Layout.rows(spec.batch, spec.heads, spec.seqlen_q, size, dtype),
-        Layout.rows(*keys, size, dtype),
-        Layout.rows(*keys, size_v, dtype),
+        TensorLayout.rows(spec.batch, spec.heads, spec.seqlen_q, size, dtype),
+        TensorLayout.rows(*keys, size, dtype),
+        TensorLayout.rows(*keys, size_v, dtype),
     )
 
 
-_ONE = Layout.dense(1, 1, 1, 1)
+_ONE = TensorLayout.dense(1, 1, 1, 1)
 
 
 @permanent
@@ -106,6 +109,7 @@ def _constant(value: float, device: torch.device) -> Tensor:
     return torch.full((1, 1, 1, 1), value, dtype=torch.float32, device=device)
 
 
+@unpads_forward()
 class CudnnForward(common.CudnnForward):
     """The node ``sdpa`` on 16-bit tensors."""
 
@@ -132,6 +136,7 @@ class CudnnForward(common.CudnnForward):
         return Result(found["o"], found["stats"].squeeze(-1))
 
 
+@unpads_backward()
 class CudnnBackward(common.CudnnBackward):
     """The node ``sdpa_backward``, after any forward that returns out and its log-sum-exp."""
 

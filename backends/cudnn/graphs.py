@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnbench.graph_pools import outside_pools
 
-__all__ = ["OUTPUTS", "RAGGED", "Band", "Graph", "Layout", "Question", "graph_of", "inputs_of", "laid_out"]
+__all__ = ["OUTPUTS", "RAGGED", "Band", "Graph", "Question", "TensorLayout", "graph_of", "inputs_of", "laid_out"]
 
 _KEPT = 64  # graphs in memory; one holds a compiled kernel's plan, which the next call would have to find again
 _NOT_CUDNN = ("sdpa_fwd_", "sdpa_bwd_")  # how the front end's own engines are named (cudnn/engines/manifest.py)
@@ -49,7 +49,7 @@ _DATA_TYPES = {
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """A tensor's (B, H, S, D) shape, strides in elements and dtype: all that a graph knows of it."""
 
     shape: tuple[int, ...]
@@ -57,17 +57,17 @@ class Layout:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, x: Tensor) -> Layout:
+    def of(cls, x: Tensor) -> TensorLayout:
         """The layout of x."""
         return cls(tuple(x.shape), x.stride(), x.dtype)
 
     @classmethod
-    def rows(cls, batch: int, heads: int, length: int, size: int, dtype: torch.dtype) -> Layout:
+    def rows(cls, batch: int, heads: int, length: int, size: int, dtype: torch.dtype) -> TensorLayout:
         """A dense tensor that lies in memory as (B, S, H, D)."""
         return cls((batch, heads, length, size), (length * heads * size, size, heads * size, 1), dtype)
 
     @classmethod
-    def dense(cls, *shape: int, dtype: torch.dtype = torch.float32) -> Layout:
+    def dense(cls, *shape: int, dtype: torch.dtype = torch.float32) -> TensorLayout:
         """A dense tensor that lies in memory as its shape says."""
         strides = [1]
         for size in reversed(shape[1:]):
@@ -99,8 +99,8 @@ class Question:
     """
 
     node: str
-    inputs: tuple[Layout, ...]
-    outputs: tuple[Layout, ...]
+    inputs: tuple[TensorLayout, ...]
+    outputs: tuple[TensorLayout, ...]
     scale: float
     band: Band
     device: torch.device

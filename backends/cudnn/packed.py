@@ -13,7 +13,7 @@ from torch import Tensor
 from attnbench.problem.lengths import Lengths
 from attnbench.problem.spec import AttentionSpec
 
-from .graphs import RAGGED, Layout
+from .graphs import RAGGED, TensorLayout
 
 __all__ = ["described", "lengths_of", "outputs_of"]
 
@@ -34,16 +34,16 @@ def lengths_of(lengths: Lengths, spec: AttentionSpec) -> dict[str, Tensor]:
     return {name: found[name] for name in RAGGED}
 
 
-def described(name: str, spec: AttentionSpec, dtype: torch.dtype) -> Layout:
+def described(name: str, spec: AttentionSpec, dtype: torch.dtype) -> TensorLayout:
     """A port of a packed graph: (B, H, S, D) in which a token's heads lie side by side."""
     if name.startswith("seq_"):
-        return Layout.dense(spec.batch, 1, 1, 1, dtype=torch.int32)
+        return TensorLayout.dense(spec.batch, 1, 1, 1, dtype=torch.int32)
     if name.startswith("offset_"):
-        return Layout.dense(spec.batch + 1, 1, 1, 1, dtype=torch.int64)
+        return TensorLayout.dense(spec.batch + 1, 1, 1, 1, dtype=torch.int64)
     length = spec.seqlen_q if name in _QUERIES else spec.seqlen_kv
     heads = spec.heads if name in _QUERIES else spec.kv_heads
     size = _elements(name, spec) // heads
-    return Layout.rows(spec.batch, heads, length, size, torch.float32 if name == "stats" else dtype)
+    return TensorLayout.rows(spec.batch, heads, length, size, torch.float32 if name == "stats" else dtype)
 
 
 def outputs_of(names: tuple[str, ...], spec: AttentionSpec, q: Tensor, k: Tensor) -> dict[str, Tensor]:

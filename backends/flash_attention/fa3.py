@@ -26,11 +26,12 @@ from attnbench.kernels.contract import (
     gradient_dtype,
 )
 from attnbench.problem.dtypes import TO_TORCH
-from attnbench.problem.lengths_kind import Batch
+from attnbench.problem.lengths_kind import BATCHES, Batch
 from attnbench.problem.spec import AttentionSpec
 
 from ..common.declared_errors import DECLARED_ERROR, DECLARED_GRADIENT_ERROR, SHORT_ACCUMULATOR
 from ..common.layout import padded, whole_gradients
+from ..common.unpadding import unpads_forward
 from ..common.windows import window_of
 from .fa3_operands import Native, dimensions, prepared, readable, refuse_spec
 from .fa3_origins import availability, chosen, library
@@ -74,12 +75,13 @@ def needs(spec: AttentionSpec, precision: str) -> set[str]:
     return {part for part, needed in asked.items() if needed}
 
 
+@unpads_forward()
 class Fa3Forward(ForwardKernel):
     """The operator ``fwd`` of the origin in use."""
 
     backend = "fa3"
     preference: int | None = 8
-    batches: tuple[Batch, ...] = ("packed",)
+    batches: tuple[Batch, ...] = BATCHES
     fp8_growth: float | None = SHORT_ACCUMULATOR
 
     def __init__(self, precision: str) -> None:

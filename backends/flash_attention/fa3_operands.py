@@ -87,8 +87,8 @@ def quantise_sequences(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, len
 
 def _by_sequence(x: Tensor, starts: Tensor, group: int) -> Quantised:
     count, tokens = starts.shape[0] - 1, x.shape[2]
-    numbers = torch.arange(count, device=x.device)
-    owner = numbers.repeat_interleave(starts.diff().long(), output_size=tokens)  # its size given, nothing is waited for
+    owner = torch.bucketize(torch.arange(tokens, device=x.device), starts[1:].contiguous(), right=True)
+    owner.clamp_max_(count - 1)  # tokens behind the last sequence
     largest = x[0].abs().amax(-1).to(torch.float32).view(-1, group, tokens).amax(1)
     of_sequence = largest.new_zeros(largest.shape[0], count).scatter_reduce(
         1, owner.expand_as(largest), largest, "amax"

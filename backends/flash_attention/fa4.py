@@ -23,12 +23,14 @@ from attnbench.kernels.contract import (
     Saved,
 )
 from attnbench.problem.lengths import Lengths
+from attnbench.problem.lengths_kind import BATCHES
 from attnbench.problem.spec import AttentionSpec
 
 from ..common.declared_errors import DECLARED_GRADIENT_ERROR
 from ..common.installed import versions_of
 from ..common.layout import aligned, padded, rounded_up, whole_gradients
 from ..common.typed_kernel import TypedKernel
+from ..common.unpadding import unpads_backward, unpads_forward
 from ..common.windows import Window, window_of
 from .fa3_operands import quantise_by_key_head
 
@@ -83,7 +85,7 @@ class _Fa4(TypedKernel):
         # interface.py, _validate_head_dims: 16-byte rows of 8 to 256 elements on compute capability 9.x
         sizes: dict[str, Any] = {"head_dims": (8, 256, 8), "max_elements": _INT32}
         # The last tile of a sequence reads the next one's V and multiplies it by 0, which leaves NaN (4.0.0b36, H200).
-        packs: dict[str, Any] = {"lengths": ("packed",), "isolates": False}
+        packs: dict[str, Any] = {"lengths": BATCHES, "isolates": False}
         return {"cuda": Capabilities(dtypes=(precision,), capability=_HOPPER, **packs, **sizes)}
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
@@ -101,6 +103,7 @@ def _common_refusals(spec: AttentionSpec) -> list[str]:
     return reasons
 
 
+@unpads_forward()
 class Fa4Forward(_Fa4, ForwardKernel):
     """``flash_attn.cute.interface._flash_attn_fwd`` on 16-bit tensors."""
 
@@ -151,6 +154,7 @@ class Fa4Fp8Forward(ForwardKernel):
         return Result(result.out.to(dtype), result.lse)
 
 
+@unpads_backward()
 class Fa4Backward(_Fa4, BackwardKernel):
     """``flash_attn.cute.interface._flash_attn_bwd``, after any forward that returns out and its log-sum-exp."""
 

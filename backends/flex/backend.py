@@ -29,11 +29,13 @@ from attnbench.kernels.contract import (
 from attnbench.kernels.devices import describe
 from attnbench.kernels.plan import precision_of
 from attnbench.problem.fp8 import Quantised, Recipe, quantise, quantise_with
+from attnbench.problem.lengths_kind import BATCHES
 from attnbench.problem.spec import AttentionSpec
 
 from ..common.declared_errors import DECLARED_ERROR, DECLARED_GRADIENT_ERROR, SHORT_ACCUMULATOR
 from ..common.installed import torch_availability
 from ..common.layout import aligned
+from ..common.unpadding import unpads_backward, unpads_forward
 from .blocks import block_mask, packed_blocks
 from .compiler import compiler_reason
 from .tiles import kernel_options
@@ -46,7 +48,7 @@ __all__ = ["BACKEND"]
 _PROGRAMS = 2**16  # compiled variants to keep in a process; dynamo's default of 8 is a guess at models, not at this
 _PRECISIONS = ("bf16", "fp16")
 # A block of the mask that spans two sequences multiplies the other one's V by 0, which leaves NaN.
-_PACKS: dict[str, Any] = {"lengths": ("packed",), "isolates": False}
+_PACKS: dict[str, Any] = {"lengths": BATCHES, "isolates": False}
 _RECIPE = Recipe("head", "e4m3")
 _NO_FP8_GRADIENTS = "torch has no gradients of FlexAttention in float8; a 16-bit backward can follow flex:fp8"
 _ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -140,6 +142,7 @@ class _Flex(Kernel):
         return [reason] if reason else []
 
 
+@unpads_forward()
 class FlexForward(_Flex, ForwardKernel):
     """``torch.compile(flex_attention)`` in 16 bits; for training it records a graph for its own backward."""
 
@@ -183,6 +186,7 @@ class FlexForward(_Flex, ForwardKernel):
         return Result(out.detach(), None if lse is None else lse.detach(), (out, (q, k, v)))
 
 
+@unpads_backward()
 class FlexBackward(_Flex, BackwardKernel):
     """The compiled backward of the graph that ``flex`` in the same precision recorded."""
 
@@ -193,7 +197,7 @@ class FlexBackward(_Flex, BackwardKernel):
         self.name = f"flex:{precision}"
         self.declared_error = DECLARED_GRADIENT_ERROR[precision]
         self.follows = (self.name,)
-        self.rows = {"cuda": Capabilities(dtypes=(precision,), capability=(8, 0), head_dims=(16, 256, 1))}
+        self.rows = {"cuda": Capabilities(dtypes=(precision,), capability=(8, 0), head_dims=(16, 256, 1), **_PACKS)}
 
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """autograd through the recorded graph, which stays for the next call."""

@@ -18,6 +18,7 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 from attnbench.graph_pools import current_stream, outside_pools, permanent, recording
 from attnbench.problem.lengths import Lengths
 from attnbench.problem.mask import Mask
+from attnbench.problem.visible_keys import VisibleKeys
 
 __all__ = ["BLOCK", "block_mask", "packed_blocks"]
 
@@ -64,7 +65,7 @@ def packed_blocks(mask: Mask, lengths: Lengths, tokens_q: int, tokens_kv: int) -
     """The mask within each sequence of a packed batch, which hides all others.  Reads nothing from the device."""
     starts_q, starts_kv = lengths.starts
     if recording() or starts_q.is_inference() or starts_kv.is_inference():  # no version tells of a change
-        return _packed(mask, starts_q, starts_kv, tokens_q, tokens_kv)
+        return _packed(mask, lengths, tokens_q, tokens_kv)
     same = starts_kv is starts_q
     key = (mask, tokens_q, tokens_kv, same, current_stream(starts_q.device))
     versions = starts_q._version, starts_kv._version
@@ -73,7 +74,7 @@ def packed_blocks(mask: Mask, lengths: Lengths, tokens_q: int, tokens_kv: int) -
     if found is None or found.versions != versions or not (same or found.starts_kv() is starts_kv):
         if len(known) >= _KEPT:
             known.pop(next(iter(known)), None)
-        blocks = outside_pools(partial(_packed, mask, starts_q, starts_kv, tokens_q, tokens_kv), starts_q.device)
+        blocks = outside_pools(partial(_packed, mask, lengths, tokens_q, tokens_kv), starts_q.device)
         found = known[key] = _KeptBatch(versions, TensorWeakRef(starts_kv), blocks)
     return found.blocks
 
@@ -89,8 +90,10 @@ class _KeptBatch(NamedTuple):
 _batches: MutableMapping[Tensor, dict[tuple[object, ...], _KeptBatch]] = WeakTensorKeyDictionary()
 
 
-def _packed(mask: Mask, starts_q: Tensor, starts_kv: Tensor, tokens_q: int, tokens_kv: int) -> BlockMask:
-    low, high = _seen(mask, starts_q, starts_kv, tokens_q)
+def _packed(mask: Mask, lengths: Lengths, tokens_q: int, tokens_kv: int) -> BlockMask:
+    starts_q = lengths.starts[0]
+    seen = VisibleKeys.of(mask, lengths, tokens_q, tokens_kv, starts_q.device)
+    low, high = seen.first[0], seen.stop[0] - 1
     sees = low <= high
     low, high = torch.where(sees, low, tokens_kv), torch.where(sees, high, -1)  # the least and largest of no keys
     unfilled = -tokens_q % BLOCK
@@ -102,19 +105,6 @@ def _packed(mask: Mask, starts_q: Tensor, starts_kv: Tensor, tokens_q: int, toke
     full = (rows_low.amax(1, keepdim=True) <= left) & (rows_high.amin(1, keepdim=True) >= right)
     full &= left + BLOCK <= tokens_kv
     return _made(visible, full, _interval(low, high), (tokens_q, tokens_kv))
-
-
-def _seen(mask: Mask, starts_q: Tensor, starts_kv: Tensor, tokens_q: int) -> tuple[Tensor, Tensor]:
-    """The first and the last key that each query sees, (Tq,) in int32, the last below the first where it sees none."""
-    tokens = torch.arange(tokens_q, dtype=torch.int32, device=starts_q.device)
-    own = torch.bucketize(tokens, starts_q[1:].contiguous(), right=True).clamp_max(starts_q.shape[0] - 2)
-    begins, ends = starts_kv[own], starts_kv[own + 1]
-    place = begins + tokens - starts_q[own]
-    if mask.alignment == "bottom-right":
-        place = place + (ends - begins) - (starts_q[own + 1] - starts_q[own])
-    low = begins if mask.left is None else torch.maximum(begins, place - mask.left)
-    high = ends - 1 if mask.right is None else torch.minimum(ends - 1, place + mask.right)
-    return low, high
 
 
 def _made(visible: Tensor, full: Tensor, mask_mod: _MaskMod, sizes: tuple[int, int]) -> BlockMask:

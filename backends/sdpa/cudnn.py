@@ -20,6 +20,7 @@ from attnbench.kernels.contract import (
     Operands,
     Result,
     Saved,
+    Whole,
 )
 from attnbench.problem.spec import AttentionSpec
 
@@ -92,6 +93,20 @@ class CudnnForward(_SdpaCudnn, ForwardKernel):
             q, k, v, None, True, 0.0, spec.mask.kind == "causal", False, scale=spec.scale
         )
         return Result(found[0], found[1].squeeze(3))
+
+    def whole(self, spec: AttentionSpec, device_type: str) -> Whole | None:
+        """The operator without gradients: torch's own way to them may run the wrong graph, see ``_laid_out_as``."""
+        if spec.direction == "training":
+            return None
+        causal, scale, with_lse = spec.mask.kind == "causal", spec.scale, spec.return_lse
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+            found = torch._scaled_dot_product_cudnn_attention(
+                aligned(q), aligned(k), aligned(v), None, with_lse, 0.0, causal, False, scale=scale
+            )
+            return found[0], found[1].squeeze(-1) if with_lse else None
+
+        return attend
 
 
 class CudnnBackward(_SdpaCudnn, BackwardKernel):

@@ -25,6 +25,7 @@ from ..common.cudnn_attention import (
 )
 from ..common.installed import release, versions_of
 from ..common.layout import tokens
+from ..common.unpadding import unpads_backward, unpads_forward
 from . import library as te_library
 from .history import Histories
 from .library import Narrow, bshd, delayed, seqlens_of, widened
@@ -56,6 +57,7 @@ def _availability() -> Availability:
     return Availability(version=versions[0], origin=f"{_DISTRIBUTIONS[0]} {versions[0]} on cuDNN {cudnn_version()}")
 
 
+@unpads_forward()
 class TeForward(CudnnForward):
     """``fused_attn_fwd`` on 16-bit tensors."""
 
@@ -79,6 +81,7 @@ class TeForward(CudnnForward):
         return Result(out.transpose(0, 1)[None] if packed else out.transpose(1, 2), lse)
 
 
+@unpads_backward()
 class TeBackward(CudnnBackward):
     """``fused_attn_bwd`` in 16 bits, after any forward that returns out and its log-sum-exp."""
 

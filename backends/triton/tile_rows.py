@@ -5,9 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["ROW", "scale_of_keys", "write_rows"]
+__all__ = ["DRAWN", "ENDED", "ROW", "scale_of_keys", "write_rows"]
 
 ROW = tl.constexpr(8)  # numbers of a tile: batch entry, first row, start and length of queries and of keys, two slots
+# Beside the number of tiles, in the row before the first: how many programs drew and have ended, while a kernel runs.
+DRAWN, ENDED = tl.constexpr(1), tl.constexpr(2)
 _LANES = tl.constexpr(256)  # sequences looked at together
 
 
@@ -66,6 +68,8 @@ def write_rows(
         begin += _LANES
     if own == 0:
         tl.store(table, tl.sum(total, 0))
+        tl.store(table + DRAWN, 0)
+        tl.store(table + ENDED, 0)
     tiles_here = _tiles(size, block, slot, whole)
     first_row = tl.sum(before, 0)
     place_q, place_kv = tl.sum(first_q, 0), tl.sum(first_kv, 0)

@@ -24,13 +24,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from attnbench.errors import InputError, MalformedFileError
+from attnbench.files.json_text import validation_fault
 from attnbench.files.untrusted import check_schema, open_regular
 from attnbench.problem.dtypes import TO_TORCH
 from attnbench.problem.spec import AttentionSpec
+from attnbench.tables.record_fields import SpecField
 from attnbench.text.printable import printable
 
-from ..json_lines import validation_fault
-from ..record_fields import SpecField
 from ..sequence_lengths import SequenceLengths, check_lengths
 
 __all__ = [

@@ -26,8 +26,8 @@ import yaml
 from pydantic import ValidationError
 
 from attnbench.errors import MalformedFileError
+from attnbench.files.json_text import validation_fault
 
-from ..json_lines import validation_fault
 from ..sequence_lengths import DISTRIBUTIONS, LAYOUTS, Draw, SequenceLengths
 from ..yaml_file import describe_node, entries, fault, items, scalar
 from .drawn_lengths import draw_lengths, draw_of_file

@@ -12,7 +12,7 @@ from attnbench.problem.spec import AttentionSpec, Direction
 from .case import Case, case_name, tensor_dtype
 from .inputs import DEFAULT_FAMILIES
 from .models import model_layers
-from .spread import spread_specs
+from .spread import spread_shapes
 from .unequal_presets import Shape, packed_on_cpu, packed_on_gpu, padded_on_cpu, padded_on_gpu
 
 __all__ = ["PRESETS", "Preset", "preset_cases"]
@@ -178,5 +178,5 @@ PRESETS = {
     "packed": Preset(packed_on_gpu, packed_on_cpu),
     "padded": Preset(padded_on_gpu, padded_on_cpu),
     "models": Preset(lambda: model_layers("cuda"), lambda: model_layers("cpu")),
-    "table": Preset(lambda: spread_specs(80, "cuda"), lambda: spread_specs(16, "cpu")),
+    "table": Preset(lambda: spread_shapes(88, "cuda"), lambda: spread_shapes(16, "cpu")),
 }

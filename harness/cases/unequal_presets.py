@@ -17,7 +17,7 @@ from typing import Any
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec, Direction
 
-from ..sequence_lengths import Draw, Layout, SequenceLengths
+from ..sequence_lengths import BatchLayout, Draw, SequenceLengths
 from .drawn_lengths import draw_lengths
 
 __all__ = ["Shape", "packed_on_cpu", "packed_on_gpu", "padded_on_cpu", "padded_on_gpu"]
@@ -28,7 +28,7 @@ _WEB, _LAW, _PAPERS = 1024.0, 4096.0, 16384.0  # mean tokens of a document
 _TOTAL, _CONTEXT = 65536, 32768
 _CAUSAL = Mask(right=0)
 _BOTH: tuple[Direction, ...] = ("forward", "training")
-_ALL: tuple[Layout, ...] = ("packed", "padded", "dense", "equal")
+_ALL: tuple[BatchLayout, ...] = ("packed", "padded", "dense", "equal")
 
 
 def packed_on_gpu() -> Iterator[Shape]:

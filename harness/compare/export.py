@@ -25,7 +25,7 @@ _OUTCOMES = {0: "clean", 1: "regressed", 3: "incomparable", 4: "uncertain"}
 def regression_dict(
     regression: Regression, base: Mapping[Key, Measurement], new: Mapping[Key, Measurement]
 ) -> dict[str, Any]:
-    """The whole comparison in plain JSON types, as docs/compare.md describes it."""
+    """The whole comparison in plain JSON types, as docs/how-to/compare.md describes it."""
     terms = regression.terms
     return {
         "schema": SCHEMA,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ..formatting import error, number
 from ..results.records import Measurement
-from ..statistics import Verdict
+from ..statistics import TimeVerdict
 from .errors import ErrorChange
 from .terms import LARGEST_LIMIT, Gated
 from .times import CostChange
@@ -27,7 +27,7 @@ def share(value: float) -> str:
     return f"{math.ceil(value * 1e3 - 1e-6) / 10:g}%" if value <= LARGEST_LIMIT else f"over {LARGEST_LIMIT:.0%}"
 
 
-def time_sentences(costs: Mapping[Gated, CostChange], verdict: Verdict) -> Iterator[str]:
+def time_sentences(costs: Mapping[Gated, CostChange], verdict: TimeVerdict) -> Iterator[str]:
     """A sentence for each cost that supports the verdict; none for ``same``."""
     if not costs:
         yield "they have no times that can be compared"

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from tabulate import tabulate
 
 from ..formatting import Style, prose, shown
-from ..statistics import Verdict
+from ..statistics import TimeVerdict
 from .regression import Outcome, Regression, RowVerdict
 from .sentences import share
 from .terms import LARGEST_LIMIT, Gated
@@ -19,7 +19,7 @@ __all__ = ["conclusion", "regression_text"]
 
 _SILENT: tuple[RowVerdict, ...] = ("uncertain", "same", "baseline", "unmeasured")
 _LEAST_WIDTH = 40  # of the sentences
-_ORDER: tuple[Verdict, ...] = ("slower", "faster", "uncertain", "same")
+_ORDER: tuple[TimeVerdict, ...] = ("slower", "faster", "uncertain", "same")
 
 
 def regression_text(regression: Regression, style: Style, width: int, every: bool = False) -> str:

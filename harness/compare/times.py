@@ -11,7 +11,7 @@ import numpy as np
 from ..measure.timing import Cost
 from ..results.records import Measurement
 from ..results.visits import samples_of, sampling_error, visit_medians
-from ..statistics import Verdict, compare
+from ..statistics import TimeVerdict, compare
 from .noise import Kind, Observed, noise_of
 from .terms import Gated, Key, Limits
 
@@ -34,7 +34,7 @@ class CostChange:
     """
 
     cost: Gated
-    verdict: Verdict
+    verdict: TimeVerdict
     ratio: float
     interval: tuple[float, float]
     visible: float
@@ -126,7 +126,7 @@ def changes_of(rows: Mapping[Key, Sequence[Timed]]) -> dict[Key, dict[Gated, Cos
     return changes
 
 
-def _far_apart(each: Timed) -> Verdict | None:
+def _far_apart(each: Timed) -> TimeVerdict | None:
     """The direction if all visits of a device time lie far beyond all visits of the other side.
 
     If two costs of a row agree in this, no test is needed; two visits at two clocks would not pass one.
@@ -153,7 +153,7 @@ def _confirmed(each: Timed, changes: Mapping[Gated, CostChange]) -> CostChange:
     return replace(change, visible=visible, verdict=change.verdict if known else "uncertain")
 
 
-def verdict_of(changes: Mapping[Gated, CostChange]) -> Verdict:
+def verdict_of(changes: Mapping[Gated, CostChange]) -> TimeVerdict:
     """The verdict of a row: ``slower`` if any cost is, else ``faster`` if any is, ``same`` if every cost is."""
     found = {each.verdict for each in changes.values()}
     for verdict in ("slower", "faster"):

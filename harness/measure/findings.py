@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .timing import Cost
-from .verdict import Evidence
+from .verdict import Observations
 
 __all__ = ["Findings", "Opened", "Prepared", "Side", "Visit"]
 
@@ -56,7 +56,7 @@ class Visit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Findings(Evidence):
+class Findings(Observations):
     """What is known of a plan once it has been timed: the evidence, except its bound, and numbers without a verdict.
 
     ``truth`` says how the truth was computed.  ``deterministic`` compares two runs bit by bit, ``leak`` is how far

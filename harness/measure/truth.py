@@ -170,15 +170,17 @@ class Truth:
         """Compute the truth with at most ``largest`` operations, by default the device's LARGEST_TRUTH.
 
         All of it takes ``flops``, by default those of the spec.  It is computed in FP64; in FP32 without TF32 for
-        16-bit tensors if the device's FP64 is slow.
+        16-bit tensors on a GPU whose FP64 is slow, or where the smallest part costs more than ``largest``: the softmax
+        of such a part in FP64 takes seconds, and FP32 is a thousand times as exact as the tensors.
         """
         limit = LARGEST_TRUTH[inputs.q.device.type] if largest is None else largest
-        groups = _Groups.of(spec, inputs, limit / max(spec.flops if flops is None else flops, 1.0))
+        whole = max(spec.flops if flops is None else flops, 1.0)
+        groups = _Groups.of(spec, inputs, limit / whole)
         parts = [groups.part(inputs.q), *(groups.part(x, keys=True) for x in (inputs.k, inputs.v))]
         # A copy: exact_on needs it later, when the input buffers may hold other numbers.
         grad_out = None if inputs.grad_out is None else groups.part(inputs.grad_out).clone()
         units = {} if grad_out is None else _units(spec, parts, grad_out)
-        precision = precision or _precision(spec, inputs.q.device)
+        precision = precision or _precision(spec, inputs.q.device, whole / groups.count <= limit)
         values = groups.exact(parts, grad_out, registry, precision)
         return cls(spec, groups, values, grad_out, units, registry, precision)
 
@@ -279,7 +281,7 @@ def _units(spec: AttentionSpec, qkv: list[Tensor], grad_out: Tensor) -> dict[Ten
     return {"dq": slope * k_row, "dk": slope * q_row}
 
 
-def _precision(spec: AttentionSpec, device: torch.device) -> Precision:
+def _precision(spec: AttentionSpec, device: torch.device, small: bool) -> Precision:
     if device.type != "cuda" or spec.dtype in ("fp32", "fp64"):
         return "fp64"
-    return "fp64" if torch.cuda.get_device_capability(device) in _FAST_FP64 else "fp32"
+    return "fp64" if small and torch.cuda.get_device_capability(device) in _FAST_FP64 else "fp32"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:  # these modules import torch, which is not needed here
     from .accuracy import Detail, Judgement, Judgements, TensorName
 
-__all__ = ["CHECKS", "Check", "Evidence", "Verdict", "judge"]
+__all__ = ["CHECKS", "Check", "Observations", "Verdict", "judge"]
 
 # Comments give the largest values on correct kernels, as multiples of the same quantity.
 # Of the bound: the own error of one head.  1.1 for out, 0.7 for dv, 3.3 for dq and dk, where a query
@@ -52,7 +52,7 @@ _STALE = 2.0
 
 
 @dataclass(frozen=True)
-class Evidence:
+class Observations:
     """The numbers that a verdict depends on.
 
     ``bound`` is the largest accepted relative L2, set by the sweep.  ``judged``, ``floor`` and ``own`` map input
@@ -95,110 +95,110 @@ class Verdict:
     check: str | None = None
 
 
-Check = Callable[[Evidence], "str | None"]
+Check = Callable[[Observations], "str | None"]
 
 
-def judge(evidence: Evidence) -> Verdict:
+def judge(observed: Observations) -> Verdict:
     """The verdict of the first check that finds a fault."""
     for name, check in CHECKS.items():
-        if reason := check(evidence):
+        if reason := check(observed):
             return Verdict("inaccurate", reason, name)
     return Verdict("ok")
 
 
-def _inputs(evidence: Evidence) -> str | None:
-    return None if evidence.untouched else "the inputs are not what they were before the call"
+def _inputs(observed: Observations) -> str | None:
+    return None if observed.untouched else "the inputs are not what they were before the call"
 
 
-def _settled(evidence: Evidence) -> str | None:
-    return None if evidence.settled else "the result went on changing after the call had returned"
+def _settled(observed: Observations) -> str | None:
+    return None if observed.settled else "the result went on changing after the call had returned"
 
 
-def _stale(evidence: Evidence) -> str | None:
+def _stale(observed: Observations) -> str | None:
     """With the inputs negated the error is larger than on any family: something was kept from the run before."""
-    for tensor, stale in evidence.stale.items():
-        judged = [each[tensor] for each in evidence.judged.values() if tensor in each]
+    for tensor, stale in observed.stale.items():
+        judged = [each[tensor] for each in observed.judged.values() if tensor in each]
         # Heads of out do not nearly cancel, so there one stale head can be detected.
         found, before = (
             (stale.detail.worst_head, [each.detail.worst_head for each in judged])
             if tensor == "out"
             else (stale.error, [each.error for each in judged])
         )
-        if found > _STALE * max(*before, _limit(_HEAD[tensor], evidence)):
+        if found > _STALE * max(*before, _limit(_HEAD[tensor], observed)):
             if stale.detail.nonfinite:
                 return (
                     f"{tensor} has {stale.detail.nonfinite} values that are not finite where all inputs are negated, "
                     "and none where they are not: it is not the same from call to call"
                 )
             return (
-                f"{tensor} is off by {_said(found)} where all inputs are negated, by {_said(max(before))} where they "
+                f"{tensor} is off by {_text(found)} where all inputs are negated, by {_text(max(before))} where they "
                 "are not: it keeps something from call to call"
             )
     return None
 
 
-def _error(evidence: Evidence) -> str | None:
+def _error(observed: Observations) -> str | None:
     found = [
         (judgement.error, tensor, family, judgement.detail.nonfinite)
-        for family, each in evidence.judged.items()
+        for family, each in observed.judged.items()
         for tensor, judgement in each.items()
     ]
     error, tensor, family, nonfinite = max(found)
-    if error <= evidence.bound:
+    if error <= observed.bound:
         return None
     why = f" (values that are not finite: {nonfinite})" if nonfinite else ""
-    return f"the error of {tensor} on {family} inputs is {_said(error)}{why}, beyond {evidence.bound:g}"
+    return f"the error of {tensor} on {family} inputs is {_text(error)}{why}, beyond {observed.bound:g}"
 
 
-def _too_good(evidence: Evidence) -> str | None:
+def _too_good(observed: Observations) -> str | None:
     """Closer to the truth than its quantised operands allow, on every family: it computed with others."""
     for tensor in _GAIN:
         pairs = [
-            (evidence.judged[family][tensor].error, each[tensor].error)
-            for family, each in evidence.floor.items()
-            if tensor in each and tensor in evidence.judged.get(family, {})
+            (observed.judged[family][tensor].error, each[tensor].error)
+            for family, each in observed.floor.items()
+            if tensor in each and tensor in observed.judged.get(family, {})
         ]
         if pairs and all(error < _TOO_GOOD * floor for error, floor in pairs):
             error, floor = max(pairs, key=lambda pair: pair[0] / pair[1])
             return (
-                f"the error of {tensor} is {_said(error)} where its quantised operands alone make {_said(floor)}: "
+                f"the error of {tensor} is {_text(error)} where its quantised operands alone make {_text(floor)}: "
                 "it did not compute with them"
             )
     return None
 
 
-def _head(evidence: Evidence) -> str | None:
-    return _one(evidence, "head", _HEAD, lambda detail: detail.worst_head)
+def _head(observed: Observations) -> str | None:
+    return _one(observed, "head", _HEAD, lambda detail: detail.worst_head)
 
 
-def _row(evidence: Evidence) -> str | None:
-    return _one(evidence, "row", _ROW, lambda detail: detail.worst_row)
+def _row(observed: Observations) -> str | None:
+    return _one(observed, "row", _ROW, lambda detail: detail.worst_row)
 
 
 def _one(
-    evidence: Evidence, part: str, most: Mapping[TensorName, float], worst_of: Callable[[Detail], float]
+    observed: Observations, part: str, most: Mapping[TensorName, float], worst_of: Callable[[Detail], float]
 ) -> str | None:
     for tensor, times in most.items():
-        limit = _limit(times, evidence)
-        for family, judgement in evidence.exact(tensor).items():
+        limit = _limit(times, observed)
+        for family, judgement in observed.exact(tensor).items():
             worst = worst_of(judgement.detail)
             if worst > limit:
-                return f"one {part} of {tensor} on {family} inputs is off by {_said(worst)}, beyond {limit:.3g}"
+                return f"one {part} of {tensor} on {family} inputs is off by {_text(worst)}, beyond {limit:.3g}"
     return None
 
 
-def _limit(times: float, evidence: Evidence) -> float:
-    return min(max(times * evidence.bound, _ODD), _LEFT_OUT)
+def _limit(times: float, observed: Observations) -> float:
+    return min(max(times * observed.bound, _ODD), _LEFT_OUT)
 
 
-def _bias(evidence: Evidence) -> str | None:
+def _bias(observed: Observations) -> str | None:
     """The bias has the same sign on every family, and is not small on any."""
     for tensor, least in _GAIN.items():
-        gains = evidence.biases(tensor)
+        gains = observed.biases(tensor)
         if len(gains) < 2 or min(gains.values()) < 0 < max(gains.values()):
             continue
         family = min(gains, key=lambda each: abs(gains[each]))
-        limit = max(least, _GAIN_OF_FLOOR * evidence.floor_of(tensor))
+        limit = max(least, _GAIN_OF_FLOOR * observed.floor_of(tensor))
         if abs(gains[family]) > limit:
             return (
                 f"{tensor} is {1 + gains[family]:.3g} times what it should be, on {family} inputs and no less on any "
@@ -207,36 +207,36 @@ def _bias(evidence: Evidence) -> str | None:
     return None
 
 
-def _lse(evidence: Evidence) -> str | None:
+def _lse(observed: Observations) -> str | None:
     """The mean LSE is off by more than one family's floor explains, and by a noticeable amount on most families."""
-    means = evidence.biases("lse")
+    means = observed.biases("lse")
     sizes = sorted(map(abs, means.values()))
     if not sizes or sizes[(len(sizes) - 1) // 2] <= _NATS_OF_MOST:
         return None
     for family, mean in means.items():
-        floor = evidence.floor.get(family, {})
+        floor = observed.floor.get(family, {})
         limit = max(_NATS, _NATS_OF_FLOOR * floor["lse"].error if "lse" in floor else 0.0)
         if abs(mean) > limit:
             return f"the mean of lse on {family} inputs is {mean:+.3g} nats off, beyond {limit:.3g}"
     return None
 
 
-def _own(evidence: Evidence) -> str | None:
+def _own(observed: Observations) -> str | None:
     """Out is off from exact attention on the quantised operands, on every family."""
-    errors = {family: each["out"].error for family, each in evidence.own.items() if "out" in each}
+    errors = {family: each["out"].error for family, each in observed.own.items() if "out" in each}
     if len(errors) < 2:
         return None
     family = min(errors, key=lambda each: errors[each])
-    limit = max(_OWN, _OWN_OF_BOUND * evidence.bound)
+    limit = max(_OWN, _OWN_OF_BOUND * observed.bound)
     if errors[family] <= limit:
         return None
     return (
-        f"out is off by {_said(errors[family])} from exact attention on its own quantised operands, on {family} inputs "
+        f"out is off by {_text(errors[family])} from exact attention on its own quantised operands, on {family} inputs "
         f"and no less on any other, beyond {limit:.3g}"
     )
 
 
-def _said(number: float) -> str:
+def _text(number: float) -> str:
     return f"{number:.3g}" if math.isfinite(number) else "infinite"
 
 

@@ -8,13 +8,13 @@ from attnbench.problem.spec import AttentionSpec
 
 from ..formatting import number
 from ..results.records import Measurement
-from ..sequence_lengths import Layout, SequenceLengths
+from ..sequence_lengths import BatchLayout, SequenceLengths
 from .sentences import fastest
 
 __all__ = ["Key", "alternatives", "key_of"]
 
 Key = tuple[AttentionSpec, SequenceLengths | None]
-_SAID: dict[Layout, str] = {
+_SAID: dict[BatchLayout, str] = {
     "packed": "packed",
     "padded": "in padded rows with lengths",
     "left-padded": "in left-padded rows with lengths",
@@ -38,7 +38,7 @@ def alternatives(rows: Iterable[Measurement]) -> Mapping[Key, str]:
     for row in rows:
         if row.lengths is not None:
             cases.setdefault(key_of(row), []).append(row)
-    same: dict[tuple[object, ...], dict[Layout, Measurement]] = {}
+    same: dict[tuple[object, ...], dict[BatchLayout, Measurement]] = {}
     for (spec, lengths), own in cases.items():
         assert lengths is not None, "kept above"
         if best := fastest(own):
@@ -54,7 +54,7 @@ def alternatives(rows: Iterable[Measurement]) -> Mapping[Key, str]:
     return said
 
 
-def _beside(best: Measurement, other: Measurement, layout: Layout) -> str:
+def _beside(best: Measurement, other: Measurement, layout: BatchLayout) -> str:
     times = number(other.median_ms() / best.median_ms())
     return f"{_SAID[layout]} {times} ({number(other.median_ms())} ms, {other.plan})"
 

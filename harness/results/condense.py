@@ -24,6 +24,8 @@ def condense(rows: Iterable[Measurement]) -> list[Entry]:
     """Entries for a table: median and interquartile range of the whole call, the worst error of each family."""
     entries: dict[tuple[AttentionSpec, Plan], Entry] = {}
     for row in rows:
+        if row.status == "slower" and not row.time_ms:
+            continue  # predicted, not measured
         new = _entry(row)
         before = entries.setdefault((row.spec, row.plan), new)
         if before is not new:

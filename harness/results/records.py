@@ -14,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from attnbench.errors import AttnbenchWarning, InputError
 from attnbench.kernels.plan import Plan
 from attnbench.tables.entry import LONGEST_MS, SHORTEST_MS, STATUSES, Status
+from attnbench.tables.environment import Environment
+from attnbench.tables.record_fields import PlanField, SpecField, UtcTime
 from attnbench.text.printable import brief
 
 from ..cases.case import LONGEST_NAME as LONGEST_CASE
@@ -24,7 +26,6 @@ from ..measure.findings import Side
 from ..measure.timing import Cost
 from ..measure.trace import LONGEST_NAME as LONGEST_KERNEL
 from ..measure.trace import MOST_NAMES
-from ..record_fields import EnvironmentField, PlanField, SpecField, UtcTime
 from ..sequence_lengths import SequenceLengths, check_lengths
 from .shards import Shard
 
@@ -104,7 +105,8 @@ class Performance(BaseModel):
 
     ``visits`` counts the samples of each visit of each cost, in the order of ``time_ms``: plans are visited in turns,
     and samples of one visit are more alike than those of two.  ``host_ms`` is the host's part of each sample of the
-    call, multiplied by its visit's ``host_scale`` (empty: by 1), because the host was faster or slower than usual then.
+    call, multiplied by its visit's ``host_scale`` (empty: by 1), because the host was faster or slower than usual then;
+    ``launch_ms`` is what it needed in each visit to start a small kernel (empty: not known).
     ``first_ms`` is the first run, compiling and tuning included.  ``replayed`` names the costs whose samples are
     replays of a CUDA graph.  ``gpu`` is the GPU's state while the samples were taken.
     """
@@ -115,6 +117,7 @@ class Performance(BaseModel):
     visits: dict[Cost, _Visits] = {}
     host_ms: _Samples | None = None
     host_scale: _Scales = []
+    launch_ms: _Scales = []
     first_ms: _Milliseconds | None = None
     replayed: list[Cost] = []
     timer: _Note
@@ -161,7 +164,7 @@ class Measurement(BaseModel):
     correctness_: Annotated[Correctness | None, Field(alias="correctness")] = None
     performance_: Annotated[Performance | None, Field(alias="performance")] = None
     started: UtcTime
-    environment: EnvironmentField
+    environment: Environment
 
     @property
     def measured(self) -> bool:
@@ -233,10 +236,12 @@ class Measurement(BaseModel):
 
     @property
     def _absent(self) -> dict[str, Any]:
-        """A row without lengths, or without a scale of its host, is written as it was before there were any."""
+        """A row without lengths, or without its host's speed, is written as it was before there were any."""
         absent: dict[str, Any] = {"lengths": True} if self.lengths is None else {}
-        if self.performance_ is not None and not self.performance_.host_scale:
-            absent["performance_"] = {"host_scale"}
+        if self.performance_ is not None:
+            absent["performance_"] = {
+                name for name in ("host_scale", "launch_ms") if not getattr(self.performance_, name)
+            }
         return absent
 
 

@@ -75,7 +75,7 @@ class BackendProcess:
         """
         if not self._knows(plan):
             prepared = self.prepare(plan)
-            self._sampled(plan)
+            self._sampled(plan, replay=False)
             return prepared
         proved: Prepared = self.worker.ask("prove", plan, first_ms, seconds=self.seconds)
         return proved
@@ -89,18 +89,19 @@ class BackendProcess:
         visit: Visit = self.worker.ask("look", plan, LOOKED_AT, launch_ms, seconds=self.seconds)
         return visit
 
-    def sample(self, plan: Plan, launch_ms: float | None = None) -> Visit:
-        """Samples of every cost of the plan.  Raises LostError."""
+    def sample(self, plan: Plan, launch_ms: float | None = None, replay: bool = True) -> Visit:
+        """Samples of every cost of the plan; without ``replay`` none is recorded.  Raises LostError."""
         self._revive(plan)
-        visit = self._sampled(plan, launch_ms)
+        visit = self._sampled(plan, launch_ms, replay)
         if visit.worn:
             self._unrecordable.add(plan)
             self._revivals.clear()  # it is not dying of its plans
             self.worker.close()
         return visit
 
-    def _sampled(self, plan: Plan, launch_ms: float | None = None) -> Visit:
-        visit: Visit = self.worker.ask("sample", plan, plan not in self._unrecordable, launch_ms, seconds=self.seconds)
+    def _sampled(self, plan: Plan, launch_ms: float | None = None, replay: bool = True) -> Visit:
+        replay = replay and plan not in self._unrecordable
+        visit: Visit = self.worker.ask("sample", plan, replay, launch_ms, seconds=self.seconds)
         return visit
 
     def conclude(self, plan: Plan) -> Findings:

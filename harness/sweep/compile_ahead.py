@@ -22,7 +22,7 @@ from .worker_process import LostError, Worker
 __all__ = ["FirstRuns", "usable_cores"]
 
 _FEWEST = 4  # first runs; fewer are through before more processes have started
-_MOST_PROCESSES = 12  # each holds a context of the device, half a GB
+_MOST_PROCESSES = 24  # each holds a context of the device, half a GB
 
 
 class FirstRuns:

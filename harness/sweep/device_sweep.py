@@ -66,6 +66,7 @@ class DeviceSweep:
         self.notes: list[str] = []
         self._processes: dict[str, BackendProcess] = {}
         self._launches: list[float] = []  # milliseconds, one of each visit so far
+        self._usual_ms: float | None = None  # their median when the case began: one for all plans that are compared
         self._stopped = threading.Event()
         self._watch = Watch(setup.uuid)
         self._pool = ThreadPoolExecutor(_backends_at_a_time(setup.device), thread_name_prefix=f"{setup.device}")
@@ -103,13 +104,15 @@ class DeviceSweep:
         beside the other plans is measured once more alone.
         """
         lost: dict[Plan, LostError] = {}
+        race = None
+        self._usual_ms = self._launch_ms()
         if self.setup.race and len(plans) > 1:
-            lost = yield from self._race(case, plans, required)
+            lost, race = yield from self._race(case, plans, required)
         elif plans:
             lost = yield from self._together(case, plans)
         for plan, reason in lost.items():
             if reason.status == "oom" and len(plans) > 1:
-                alone = yield from self._together(case, [plan])
+                alone = yield from self._together(case, [plan]) if race is None else self._late(case, plan, race)
                 if alone:
                     yield self._failed(case, plan, alone[plan])
             else:
@@ -131,15 +134,14 @@ class DeviceSweep:
 
     def _race(
         self, case: Case, plans: Sequence[Plan], required: Collection[Plan]
-    ) -> Generator[PhaseStarted | Measurement, None, dict[Plan, LostError]]:
+    ) -> Generator[PhaseStarted | Measurement, None, tuple[dict[Plan, LostError], Race]]:
         """Look at the plans, time those that may win, judge the fastest, and go on behind those that were wrong."""
         started = datetime.now(timezone.utc)
         lost: dict[Plan, LostError] = {}
         race = Race(plans, required, self._emulated(plans))
         prepared: dict[Plan, tuple[Opened, Prepared]] = {}
 
-        def run(process: BackendProcess, plan: Plan) -> tuple[Opened, Prepared]:
-            return process.open(case), process.prepare(plan, prove=False)
+        run = partial(_run, case)
 
         def prove(process: BackendProcess, plan: Plan) -> tuple[Opened, Prepared]:
             opened, first = prepared[plan]
@@ -154,7 +156,7 @@ class DeviceSweep:
             self._look(race.doubtful(), race, lost)
             if entrants := race.entrants():
                 self._drop([plan for plan in prepared if plan not in entrants])
-                race.timed.update(self._time(case, entrants, lost, beaten=_BEATEN))
+                race.timed.update(self._time(case, entrants, lost, replay=False, beaten=_BEATEN))
             finalists = race.finalists()
             if not (entrants or finalists):
                 break
@@ -169,11 +171,33 @@ class DeviceSweep:
             for plan in {*finalists, *lost} - accurate:
                 race.leave(plan)
         for plan, reason in race.slower().items():
-            samples = race.known(plan)
-            gpu = self._watch.between(*samples.spans) if samples.spans else None
-            yield slower_row(case, plan, reason, samples, gpu, self.setup)
+            yield self._slower(case, plan, reason, race)
         self._in_parallel("judging", plans, lambda process, _: process.close())
+        return lost, race
+
+    def _late(
+        self, case: Case, plan: Plan, race: Race
+    ) -> Generator[PhaseStarted | Measurement, None, dict[Plan, LostError]]:
+        """A plan that had no memory in the race: a look at it alone, and if it may win all that it was not given."""
+        lost: dict[Plan, LostError] = {}
+        yield PhaseStarted("preparing", case)
+        if self._prepared([plan], partial(_run, case), lost):
+            visited = self._visitor(BackendProcess.look, lost)(plan)
+            if visited is not None:
+                race.rejoin(plan, visited)
+        if lost:
+            return lost
+        if plan in race.entrants():
+            self._drop([plan])
+            return (yield from self._together(case, [plan]))
+        yield self._slower(case, plan, race.slower()[plan], race)
+        self._in_parallel("judging", [plan], lambda process, _: process.close())
         return lost
+
+    def _slower(self, case: Case, plan: Plan, reason: str, race: Race) -> Measurement:
+        samples = race.known(plan)
+        gpu = self._watch.between(*samples.spans) if samples.spans else None
+        return slower_row(case, plan, reason, samples, gpu, self.setup)
 
     def _drop(self, plans: Sequence[Plan]) -> None:
         """Release plans, so that their memory serves the others."""
@@ -258,12 +282,12 @@ class DeviceSweep:
         return {plan: found[plan] for plan in plans}
 
     def _time(
-        self, case: Case, plans: Sequence[Plan], lost: dict[Plan, LostError], **how: float
+        self, case: Case, plans: Sequence[Plan], lost: dict[Plan, LostError], *, replay: bool = True, **how: float
     ) -> dict[Plan, Samples]:
         steady = partial(self._watch.steady, time.perf_counter())
         emulated = self._emulated(plans)
         brief = emulated if len(emulated) < len(plans) else ()
-        visit = self._visitor(BackendProcess.sample, lost)
+        visit = self._visitor(partial(BackendProcess.sample, replay=replay), lost)
         return interleave(plans, visit, self.setup.timer, case.name, steady, brief, **how)
 
     def _visitor(
@@ -271,14 +295,14 @@ class DeviceSweep:
     ) -> Callable[[Plan], Visit | None]:
         """A function that takes a plan's samples, or adds the plan to ``lost`` and returns None.
 
-        Times are given for the host as fast as it has been in the median since the sweep began.
+        Times are given for the host as fast as it was in the median from the sweep's begin to the case's.
         """
 
         def visit(plan: Plan) -> Visit | None:
             process = self._process_of(plan)
             self._check()
             try:
-                visited = _credible(take(process, plan, median(self._launches) if self._launches else None))
+                visited = _credible(take(process, plan, self._usual_ms or self._launch_ms()))
             except LostError as error:
                 self._check()
                 lost[plan] = error
@@ -290,6 +314,10 @@ class DeviceSweep:
             return visited
 
         return visit
+
+    def _launch_ms(self) -> float | None:
+        """The median so far of what the host needs to start a small kernel; None on a CPU."""
+        return median(self._launches) if self._launches else None
 
     def _emulated(self, plans: Sequence[Plan]) -> list[Plan]:
         return [plan for plan in plans if self.setup.registry.emulated(plan, self.setup.device.type)]
@@ -312,6 +340,11 @@ class DeviceSweep:
         """The name of the plan's process: its backend, or its forward kernel if the backend compiles."""
         backend = backend_of(plan.forward)
         return plan.forward if self.setup.registry.backends[backend].compiles else backend
+
+
+def _run(case: Case, process: BackendProcess, plan: Plan) -> tuple[Opened, Prepared]:
+    """Run the plan without a proof, which only finalists need."""
+    return process.open(case), process.prepare(plan, prove=False)
 
 
 def _credible(visit: Visit) -> Visit:

@@ -19,14 +19,18 @@ from ..measure.setup import DeviceSetup
 from ..results.records import Measurement, Status
 from .compile_ahead import FirstRuns
 from .device_sweep import DeviceSweep, Phase, PhaseStarted, StoppedError
-from .rows import unmeasured_row
+from .interleave import Samples
+from .rows import slower_row, unmeasured_row
 
 __all__ = ["DeviceSweeps", "Task"]
+
+_FIRST = 12  # cases that are measured before the rest of a longer sweep is compiled
 
 
 @dataclass(frozen=True)
 class Task:
-    """A plan to measure on a case (status ``ok``), or to record as ``unavailable`` or ``refused`` with the reasons.
+    """A plan to measure on a case (status ``ok``), or to record as ``unavailable``, ``refused`` or ``slower`` with the
+    reasons.
 
     A ``required`` plan is measured in full even where it loses a race.
     """
@@ -55,6 +59,9 @@ class Task:
         return self.case.name, self.plan
 
 
+_Waiting = deque[tuple[Case, list[Task]]]
+
+
 class DeviceSweeps:
     """One sweep for each setup.  Leaving the context ends whatever is running."""
 
@@ -64,6 +71,8 @@ class DeviceSweeps:
         self._sweeps: list[DeviceSweep] = []
         self._threads: list[threading.Thread] = []
         self._stopped = threading.Event()
+        self._parts: SimpleQueue[_Waiting | None] = SimpleQueue()
+        self._happened: SimpleQueue[PhaseStarted | Measurement | BaseException | None] = SimpleQueue()
 
     @property
     def spent(self) -> dict[Phase, float]:
@@ -77,60 +86,84 @@ class DeviceSweeps:
         return [note for sweep in self._sweeps for note in sweep.notes]
 
     def measured(self, tasks: Sequence[Task]) -> Iterator[PhaseStarted | Measurement]:
-        """Yield the events of all devices in order of time.  Raises whatever a device's sweep raises."""
-        waiting = deque((case, list(group)) for case, group in groupby(tasks, key=lambda task: task.case))
-        happened: SimpleQueue[PhaseStarted | Measurement | BaseException | None] = SimpleQueue()
-        sweeps = [DeviceSweep(setup) for setup in self._setups[: max(1, len(waiting))]]
-        self._sweeps = sweeps
+        """Yield the events of all devices in order of time.  Raises whatever a device's sweep raises.
+
+        The first few cases are compiled and measured before the others are compiled, so that an interrupted sweep has
+        measured something.
+        """
+        cases = [(case, list(group)) for case, group in groupby(tasks, key=lambda task: task.case)]
+        self._sweeps = [DeviceSweep(setup) for setup in self._setups[: max(1, len(cases))]]
+        plans = [task.plan for task in tasks if task.runs]
         start = time.perf_counter()
-        work = [(case, [task.plan for task in own if task.runs]) for case, own in waiting]
-        first_runs = FirstRuns(work, self._setups[0])
+        # The processes import what they need while others compile.
+        self._threads = [threading.Thread(target=self._serve, args=(sweep, plans)) for sweep in self._sweeps]
+        for thread in self._threads:
+            thread.start()
+        first = _FIRST if len(cases) > 2 * _FIRST else len(cases)
+        for part in filter(None, (cases[:first], cases[first:])):
+            yield from self._compiled(part)
+            yield from self._shared(deque(part))
+        self._end()
+        self.seconds = (time.perf_counter() - start) * len(self._sweeps)
+
+    def _compiled(self, cases: Sequence[tuple[Case, list[Task]]]) -> Iterator[PhaseStarted]:
+        start = time.perf_counter()
+        first_runs = FirstRuns(
+            [(case, [task.plan for task in own if task.runs]) for case, own in cases], self._setups[0]
+        )
         if first_runs.needed:
             yield PhaseStarted("compiling")
             first_ms = first_runs.run()
-            for sweep in sweeps:
-                sweep.first_ms = first_ms
+            for sweep in self._sweeps:
+                sweep.first_ms = {**sweep.first_ms, **first_ms}
                 sweep.spent["compiling"] += time.perf_counter() - start
-        self._threads = [threading.Thread(target=self._work, args=(sweep, waiting, happened)) for sweep in sweeps]
-        for thread in self._threads:
-            thread.start()
-        working = len(sweeps)
+
+    def _shared(self, waiting: _Waiting) -> Iterator[PhaseStarted | Measurement]:
+        """The events of measuring these cases, of which each device takes the next when it is free."""
+        for _ in self._sweeps:
+            self._parts.put(waiting)
+        working = len(self._sweeps)
         while working:
-            event = happened.get()
+            event = self._happened.get()
             if event is None:
                 working -= 1
             elif isinstance(event, BaseException):
                 raise event
             else:
                 yield event
-        self.seconds = (time.perf_counter() - start) * len(sweeps)
 
-    def _work(
-        self,
-        sweep: DeviceSweep,
-        waiting: deque[tuple[Case, list[Task]]],
-        happened: SimpleQueue[PhaseStarted | Measurement | BaseException | None],
-    ) -> None:
+    def _serve(self, sweep: DeviceSweep, plans: Sequence[Plan]) -> None:
+        """Measure parts of the sweep, from a thread that outlives its processes; one None for each part."""
         try:
             with sweep:
-                sweep.start([task.plan for _, tasks in waiting for task in tasks if task.runs])
-                while waiting and not self._stopped.is_set():
-                    try:
-                        case, tasks = waiting.popleft()
-                    except IndexError:  # another device was faster
-                        break
-                    for task in tasks:
-                        if not task.runs:
-                            happened.put(unmeasured_row(case, task.plan, task.status, task.reasons, sweep.setup))
-                    running = [task for task in tasks if task.runs]
-                    required = [task.plan for task in running if task.required]
-                    for event in sweep.measure(case, [task.plan for task in running], required):
-                        happened.put(event)
+                sweep.start(plans)
+                while (waiting := self._parts.get()) is not None:
+                    self._work(sweep, waiting)
+                    self._happened.put(None)
         except StoppedError:
-            pass
+            self._happened.put(None)
         except BaseException as error:  # carried to the thread that waits for rows
-            happened.put(error)
-        happened.put(None)
+            self._happened.put(error)
+
+    def _work(self, sweep: DeviceSweep, waiting: _Waiting) -> None:
+        while waiting and not self._stopped.is_set():
+            try:
+                case, tasks = waiting.popleft()
+            except IndexError:  # another device was faster
+                break
+            for task in tasks:
+                if not task.runs:
+                    self._happened.put(_not_run(task, sweep.setup))
+            running = [task for task in tasks if task.runs]
+            required = [task.plan for task in running if task.required]
+            for event in sweep.measure(case, [task.plan for task in running], required):
+                self._happened.put(event)
+
+    def _end(self) -> None:
+        for _ in self._threads:
+            self._parts.put(None)
+        for thread in self._threads:
+            thread.join()
 
     def __enter__(self) -> DeviceSweeps:
         return self
@@ -139,5 +172,10 @@ class DeviceSweeps:
         self._stopped.set()
         for sweep in self._sweeps:
             sweep.stop()
-        for thread in self._threads:
-            thread.join()
+        self._end()
+
+
+def _not_run(task: Task, setup: DeviceSetup) -> Measurement:
+    if task.status == "slower":
+        return slower_row(task.case, task.plan, "; ".join(task.reasons), Samples(), None, setup)
+    return unmeasured_row(task.case, task.plan, task.status, task.reasons, setup)

@@ -32,7 +32,7 @@ class Samples:
 
     ``visits`` counts each cost's samples in each visit, in order.  ``late_ms`` is the least of all visits: a delayed
     host is late in some visits, work left running after the call is late in every visit.  ``host_scale`` has the
-    factor of each visit's host (attnbench.harness.measure.findings).
+    factor of each visit's host, and ``launch_ms`` its speed (attnbench.harness.measure.findings).
     """
 
     time_ms: dict[Cost, list[float]] = field(default_factory=dict)
@@ -42,6 +42,7 @@ class Samples:
     replayed: tuple[Cost, ...] = ()
     late_ms: float = math.inf
     host_scale: list[float] = field(default_factory=list)
+    launch_ms: list[float] = field(default_factory=list)
     seconds: float = 0.0
 
     def add(self, visit: Visit) -> None:
@@ -54,6 +55,8 @@ class Samples:
             self.visits.setdefault(cost, []).append(len(taken))
         self.host_ms += visit.host_ms
         self.host_scale.append(visit.host_scale)
+        if visit.launch_ms is not None:
+            self.launch_ms.append(visit.launch_ms)
         self.spans.append(visit.span)
         self.seconds += visit.span[1] - visit.span[0]
         self.replayed = visit.replayed

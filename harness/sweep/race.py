@@ -17,6 +17,7 @@ from statistics import median
 
 from attnbench.kernels.plan import Plan, backend_of
 
+from ..measure.findings import Visit
 from ..measure.timing import Cost
 from .interleave import Samples
 
@@ -52,6 +53,12 @@ class Race:
     def leave(self, plan: Plan) -> None:
         """Take a plan out that failed or is inaccurate: none has to be as fast as it."""
         self._out.add(plan)
+
+    def rejoin(self, plan: Plan, look: Visit) -> None:
+        """Let a plan that had left enter by a first look at it alone."""
+        self._out.discard(plan)
+        self.looks[plan] = Samples()
+        self.looks[plan].add(look)
 
     def unseen(self) -> list[Plan]:
         """The plans to look at next: those that contain every kernel, then the pairs that these say may win."""

@@ -130,6 +130,7 @@ def _performance(timer: str, samples: Samples, gpu: Conditions | None, **found: 
         visits=samples.visits,
         host_ms=_rounded(samples.host_ms) or None,
         host_scale=[] if set(samples.host_scale) <= {1.0} else _rounded(samples.host_scale),
+        launch_ms=_rounded(samples.launch_ms),
         replayed=list(samples.replayed),
         timer=timer,
         gpu=gpu,

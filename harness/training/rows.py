@@ -14,11 +14,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 
 from attnbench.files.atomic import replace_file
 from attnbench.tables.entry import LONGEST_MS, SHORTEST_MS
+from attnbench.tables.environment import Environment
+from attnbench.tables.record_fields import UtcTime
 
 from ..json_lines import Form, read_lines
 from ..measure.accuracy import LARGEST_ERROR
 from ..measure.clocks import Conditions
-from ..record_fields import EnvironmentField, UtcTime
 
 __all__ = [
     "LARGEST_PRICE",
@@ -112,6 +113,8 @@ class WarningSign(BaseModel):
     ``kurtosis_q`` and ``kurtosis_k`` are E[x⁴] / E[x²]² over a head (3 for normal numbers, more with outliers);
     ``ds_underflow`` maps e4m3 and e5m2 to the share of the nonzero entries of dS that one scale for the tensor would
     flush to zero, estimated on some rows.  ``gradient_norm`` is the norm of dQ, dK and dV of all modules together.
+    ``checks`` are those of a guard in this pass, ``breaches`` what it found beyond its bound, from these and earlier
+    checks; none of attention that it does not see, such as torch's own.
     """
 
     model_config = _strict
@@ -121,6 +124,8 @@ class WarningSign(BaseModel):
     kurtosis_k: _Any
     ds_underflow: dict[Literal["e4m3", "e5m2"], _Fraction]
     gradient_norm: _Any
+    checks: Count = 0
+    breaches: Count = 0
 
 
 class TrainingRun(BaseModel):
@@ -164,7 +169,7 @@ class TrainingRun(BaseModel):
     resumed_at: Annotated[list[Count], Field(max_length=MOST_RESUMED)] = []
     gpu: Conditions | None = None
     started: UtcTime
-    environment: EnvironmentField
+    environment: Environment
 
     @model_validator(mode="after")
     def _is_consistent(self) -> TrainingRun:

@@ -95,10 +95,11 @@ def with_trl(model, folder, **settings):
     )
     lengths = [24, 20, 24, 17, 24, 24] if not settings.get("equal") else [24] * 6
     rows = [{"input_ids": tokens(1, length, seed)[0].tolist()} for seed, length in enumerate(lengths)]
+    free = settings.get("padding_free", False)
     arguments = trl.SFTConfig(
         output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=2, report_to=[], use_cpu=True, bf16=False,
-        logging_steps=1, save_strategy="no", disable_tqdm=True, gradient_checkpointing=False, max_length=24,
-        packing=settings.get("packing", False), learning_rate=1e-3,
+        logging_steps=1, save_strategy="no", disable_tqdm=True, gradient_checkpointing=False, learning_rate=1e-3,
+        max_length=None if free else 24, packing=settings.get("packing", False), padding_free=free,
     )  # fmt: skip
     trainer = trl.SFTTrainer(
         model=model, args=arguments, train_dataset=datasets.Dataset.from_list(rows), processing_class=fast
@@ -115,9 +116,13 @@ def with_trl_packed(model, folder):
     return with_trl(model, folder, packing=True)
 
 
+def with_trl_padding_free(model, folder):
+    return with_trl(model, folder, padding_free=True)
+
+
 WAYS = [
     with_peft, with_accelerate, with_checkpointing, without_reentry, with_lightning, with_trl,
-    with_trl_of_equal_lengths, with_trl_packed,
+    with_trl_of_equal_lengths, with_trl_packed, with_trl_padding_free,
 ]  # fmt: skip
 
 

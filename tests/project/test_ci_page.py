@@ -1,4 +1,4 @@
-"""docs/ci.md: its workflows have the forms that GitHub and GitLab take, and their commands and options exist."""
+"""docs/how-to/ci.md: its workflows have the forms that GitHub and GitLab take, and their commands and options exist."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from attnbench.harness.cases.file import read_cases
 from attnbench.harness.compare.pytest_plugin.plugin import pytest_addoption
 from attnbench.harness.compare.terms import read_thresholds
 
-PAGE = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "how-to/ci.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 

@@ -14,6 +14,7 @@ from typing import get_args
 
 import hooks
 import pytest
+from figures import page_of
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from pages import command_of, commands
@@ -151,7 +152,7 @@ def test_every_example_is_python_and_imports_what_exists(page: Path) -> None:
 
 def test_what_is_quoted_of_the_example_stands_there() -> None:
     sources = [path.read_text(encoding="utf-8") for path in EXAMPLE.iterdir() if path.is_file()]
-    page = ROOT / "docs/adding-a-kernel.md"
+    page = ROOT / "docs/how-to/adding-a-kernel.md"
     quoted = [block for block in fences(page, "python", "toml") if "check_backend" not in block]
     assert len(quoted) >= 5
     for block in quoted:
@@ -160,12 +161,13 @@ def test_what_is_quoted_of_the_example_stands_there() -> None:
 
 def test_every_backend_of_ours_has_a_page_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = {page.name for page in (ROOT / "docs/backends").glob("*.md")}
     ours = {
         point.name for point in entry_points(group="attnbench.backends") if point.value.startswith("attnbench.backends")
     }
     assert {"triton", "fa3"} <= ours
-    assert [name for name in sorted(ours) if f"backends/{name}.md" not in navigation] == []
-    assert {page.stem for page in (ROOT / "docs/backends").glob("*.md")} == ours
+    assert {str(page_of(name)).partition("#")[0] for name in ours} == {f"backends/{page}" for page in pages}
+    assert [page for page in sorted(pages) if f"backends/{page}" not in navigation] == []
 
 
 def test_the_pages_name_every_status_family_and_basis() -> None:

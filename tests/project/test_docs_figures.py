@@ -26,21 +26,28 @@ ELSEWHERE = {
     # The confidence is held in tests/attnbench/choosing/test_error_model.py.
     "budget.md": ["0.05 says that", "all plans within 0.06", "for bf16 tensors 0.002", "with 95 % confidence"],
     "concepts.md": ["with 95 % confidence"],
-    "integrations.md": ["0.17 ms a call at 512", "0.35 ms at 2,048 and 0.60 ms at 8,192"],
+    "how-to/integrations.md": ["0.17 ms a call at 512", "0.35 ms at 2,048 and 0.60 ms at 8,192"],
     # Measured on other GPUs, and held in tests/attnbench/tables/test_scaling.py.
     "tables.md": [
         *("were within 4 %", "FP8 and 16 bits within 2 %", "cuDNN were within 8 %"),
         *("FlashAttention-2 27 % off", "FP8 kernels were 17 % off"),
     ],
     # How far sweeps of the same kernels lie apart, and thresholds.
-    "compare.md": [
+    "how-to/compare.md": [
         *("(the middle 90 %)", "−13 % to +10 %"),
         *("25 %", "1.5 %", "3 %", "1 % for", "95 %", "100 % unless", "5 %", "10 %", "30 %", "50 %", "0.021", "2.1 %"),
     ],
-    "ci.md": ["more than 3 % from run to run", "3 % 5 % 10 %", "limit 3 %", "limit 5 %", "of 5 %, of", "all of 10 %"],
-    "measuring.md": ["95 % interval"],
-    "sweep.md": ["shown from 2 % on", "above 100 % the row is an error"],
-    "end-to-end.md": [
+    "how-to/ci.md": [
+        "more than 3 % from run to run",
+        "3 % 5 % 10 %",
+        "limit 3 %",
+        "limit 5 %",
+        "of 5 %, of",
+        "all of 10 %",
+    ],
+    "explanation/measuring.md": ["95 % interval"],
+    "how-to/sweep.md": ["shown from 2 % on", "above 100 % the row is an error"],
+    "explanation/end-to-end.md": [
         "their 95 % intervals",
         "cannot tell 0.25 %",
         "buys 32 % more, and FP8 another 20 %",
@@ -118,7 +125,7 @@ def test_a_page_says_that_its_kernel_never_ran_where_no_row_has_it() -> None:
 
 def test_what_the_training_page_says_of_defaults() -> None:
     defaults = {name: each.default for name, each in inspect.signature(train).parameters.items()}
-    text = prose("training.md")
+    text = prose("how-to/training.md")
     assert ("takes three seeds, which is the default, and a hundred steps, which is more" in text) == (
         LEAST_SEEDS == 3 == defaults["seeds"] and LEAST_STEPS == 100 > defaults["steps"]
     )
@@ -128,7 +135,7 @@ def test_what_the_training_page_says_of_defaults() -> None:
 
 def test_what_the_guard_page_says_of_evidence() -> None:
     """Ten times beyond is a finding at the first check, twice as far is none."""
-    text = prose("guard.md")
+    text = prose("how-to/guard.md")
     assert "a head that is ten times beyond the bound, needs no second check" in text
     assert "one check beyond the bound is no breach" in text
     assert Detector(0.1).add([1.0] * 8, [1.0] * 8) is not None

@@ -1,4 +1,4 @@
-"""The tables of docs/end-to-end.md, from rows in which the faster choice is planted."""
+"""The tables of docs/explanation/end-to-end.md, from rows in which the faster choice is planted."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from places import ROOT
 from attnbench.harness.training.judge.power import seeds_needed
 from attnbench.harness.training.rows import TrainingRun, read_runs, write_runs
 
-ROW = next(run for run in read_runs(ROOT / "results/nvidia-h200/vit/training.jsonl") if run.role == "baseline")
+ROW = next(read_runs(ROOT / "results/nvidia-h200/ranks"))
 PLAN = "triton:fp8>triton:fp8"
 
 
@@ -22,9 +22,24 @@ def run(
     return ROW.model_copy(
         update={
             "settings": {**ROW.settings, **settings, "model": "gpt"}, "plans": list(plans),
+            "status": "ok", "reason": None,
+            "attention": ROW.attention.model_copy(update={"share": 0.09}),
             "step_ms": times, "loss": [1.0] * 8, "grad_norm": [1.0] * 8, "timed_from": 0, "untimed": [],
         }
     )  # fmt: skip
+
+
+def in_turn(part: str, folder: Path, *runs: TrainingRun) -> Path:
+    """Results of one GPU in which these took their steps in turn."""
+    place = folder / "some-gpu" / part
+    place.mkdir(parents=True)
+    write_runs(place / "training.jsonl", [each.model_copy(update={"settings": {**each.settings, "interleaved": True}})
+                                          for each in runs])  # fmt: skip
+    return folder
+
+
+def changed(one: TrainingRun, **settings: object) -> TrainingRun:
+    return one.model_copy(update={"settings": {**one.settings, **settings}})
 
 
 @pytest.fixture
@@ -57,6 +72,34 @@ def test_where_it_pays_is_said_of_each_length(results: Path) -> None:
     assert "surely faster than `auto` in 0 of 1 models" in slower
     assert "1.250 times as fast as `auto` in 16 bits, 1.500 times as fast as torch" in faster
     assert "in 1 of 1 models.  Attention was 9% of the 16-bit step, and became 1.00 times as fast itself." in faster
+
+
+def test_a_block_is_compared_with_timms_as_it_was_started_itself(tmp_path: Path) -> None:
+    launched, replayed = run("sdpa", 2.0), changed(run("sdpa", 1.0), graphs=True)
+    te = changed(run("own", 0.8), graphs=True, block="te", linears="te-fp8")
+    slow = changed(run("own", 4.0), block="te")
+    failed = changed(run("auto", 1.0), graphs=True).model_copy(update={"status": "oom", "reason": "no memory"})
+    compiled = changed(run("sdpa", 0.5), graphs=True, compile=True)
+    heads, lines = figures_training.vit(in_turn("vit", tmp_path, launched, slow, replayed, te, failed, compiled))
+    found = [dict(zip(heads, line, strict=True)) for line in lines]
+    ratios = [each["times as fast as plain"].partition(" ")[0] for each in found]
+    assert ratios == ["", "0.500", "", "1.250", "", "2.000"]
+    assert [each["how"] for each in found] == ["launched", "launched", "graph", "graph", "graph", "compiled, graph"]
+    assert [each["step"] for each in found][4] == "oom"
+
+
+def test_policies_and_recipes_are_compared_with_the_first(tmp_path: Path) -> None:
+    first = changed(run("sdpa", 1.0), policy="autocast")
+    other = changed(run("sdpa", 0.8), policy="bf16").model_copy(update={"loss": [1.02] * 8})
+    heads, lines = figures_training.policies(in_turn("policies", tmp_path, first, other))
+    found = [dict(zip(heads, line, strict=True)) for line in lines]
+    assert [each["loss of the last fifth"] for each in found] == ["1.0000", "1.0200 (+2.00%)"]
+    assert found[1]["times as fast as the first"] == "1.250 (1.250 to 1.250)"
+    narrow = changed(run("auto", 0.5, fp8=True, plans=(PLAN,)), linears="te-fp8", compile=False)
+    heads, lines = figures_training.recipe(in_turn("recipe", tmp_path, run(PLAN, 1.0, plans=(PLAN,)), narrow))
+    found = [dict(zip(heads, line, strict=True)) for line in lines]
+    assert [each["attention"] for each in found] == [f"`{PLAN}`", f"auto, FP8: `{PLAN}`"]
+    assert found[1]["times as fast as the first"] == "2.000 (2.000 to 2.000)"
 
 
 def test_seeds_are_those_for_the_committed_scatter() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,11 +18,6 @@ if TYPE_CHECKING:
     from ...choosing.fresh_regret import FreshScore, FreshSummary
     from ...choosing.regret import Score, Summary
     from ...choosing.regret_fixed import Fixed
-    from ...harness.cases.case import Case
-    from ...harness.sweep.devices import Task
-    from ...kernels.capabilities import Device
-    from ...kernels.plan import Plan
-    from ...kernels.registry import Registry
     from ...tables.table import Table
     from ...tables.user_table import Known
 
@@ -186,6 +181,7 @@ def _measured(
     from ...harness.measure.timing import Timer
     from ...harness.results.condense import condense
     from ...harness.results.store import TABLE, Store
+    from ...harness.sweep.contending import contending
     from ...harness.sweep.progress import show_progress
     from ...harness.sweep.run import run_sweep, tasks_of
     from ...kernels.devices import describe, find
@@ -196,7 +192,7 @@ def _measured(
     place, known = find(device), registry()
     names = [name.strip() for name in (backends or "").split(",") if name.strip()]
     drawn = tasks_of(drawn_cases(count, seed, place.type, packed=True), known, place, "fp8", names)
-    tasks = _contending(drawn, known_by, known, describe(place))
+    tasks = contending(drawn, known_by, known, describe(place), fresh=True)
     setup = DeviceSetup(place, Environment.detect(place, known), Timer.for_device(place), race=True)
     with Store(fresh_folder("fresh") if out is None else out, setup.environment, resume=resume) as store:
         try:
@@ -209,22 +205,6 @@ def _measured(
         table.save(store.folder / TABLE)
         print(f"the measurements are in {store.folder}", file=sys.stderr)
     return table
-
-
-def _contending(tasks: list[Task], tables: Known, known: Registry, device: Device) -> list[Task]:
-    """The tasks of the plans that may win by the tables, those required that the tables would choose."""
-    from ...choosing.fresh_regret import contenders
-
-    plans: dict[Case, list[Plan]] = {}
-    for task in tasks:
-        if task.runs:
-            plans.setdefault(task.case, []).append(task.plan)
-    found = {case: contenders(case.spec, own, tables, known, device) for case, own in plans.items()}
-    return [
-        replace(task, required=found[task.case][task.plan]) if task.runs else task
-        for task in tasks
-        if not task.runs or task.plan in found[task.case]
-    ]
 
 
 def _table(paths: list[Path]) -> Table:

@@ -55,7 +55,8 @@ class Tile(NamedTuple):
     With ``hopper`` the Hopper kernel computes where it serves (``hopper.launch.serves``): ``block_m`` is 128, keys are
     interleaved, ``warps`` and ``promotion`` are ignored.  ``turns``: one of its warpgroups multiplies while the other
     takes exponentials.  From ``alone_from`` keys on each tile has its own program; otherwise programs are persistent,
-    which hides where tiles begin and end, but balances the unequal tiles of a causal mask less evenly.
+    which hides where tiles begin and end, but balances the unequal tiles of a causal mask less evenly.  Those of
+    sequences of unequal length always are: they draw their tiles.
     """
 
     block_m: int
@@ -169,12 +170,7 @@ def head_class(spec: AttentionSpec) -> int:
 
 def one_pass_tile(spec: AttentionSpec) -> Tile:
     """The tile where the kernel casts Q."""
-    tile = ONE_PASS[max(head_class(spec), HEAD_DIMS[1]), spec.mask.kind == "none"]
-    if spec.lengths is not None and tile.alone_from:
-        # The longest sequence says little of the others: with one of 9,480 tokens among 64k, 3.6k on average, on an
-        # H200 1.80 ms where programs go on and 1.89 where they do not (4 key heads 1.78 and 1.85).
-        tile = tile._replace(alone_from=2 * tile.alone_from)
-    return tile
+    return ONE_PASS[max(head_class(spec), HEAD_DIMS[1]), spec.mask.kind == "none"]
 
 
 def tile_of(

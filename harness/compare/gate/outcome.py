@@ -8,7 +8,7 @@ from dataclasses import replace
 from statistics import median
 
 from ...results.records import Measurement
-from ...statistics import Verdict
+from ...statistics import TimeVerdict
 from ..regression import Outcome, Regression, RowVerdict, compare_results
 from ..terms import Gated, Key, Terms
 from ..times import CostChange
@@ -56,7 +56,7 @@ def _change(cost: Gated, series: Series, estimate: Estimate) -> CostChange:
     )
 
 
-def _verdict(series: Series, estimate: Estimate) -> Verdict:
+def _verdict(series: Series, estimate: Estimate) -> TimeVerdict:
     if series.finding == "slower":
         return "slower"
     if series.finding == "open":

@@ -8,10 +8,11 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from attnbench.tables.record_fields import PlanField
+
 from ...json_lines import Form, read_lines
-from ...record_fields import PlanField
 from ..terms import Gated, Key
-from .series import Finding, GateRow
+from .series import GateRow, SeriesState
 
 __all__ = ["ROUNDS", "Rounds", "read_rounds", "rounds_of", "rounds_text"]
 
@@ -39,7 +40,7 @@ class Rounds(BaseModel):
     against: Literal["BASE", "anchor"]
     generations: Annotated[list[Annotated[list[_Logarithm], Field(max_length=1000)]], Field(max_length=100)]
     times_ms: dict[Literal["BASE", "NEW"], _Times]
-    finding: Finding
+    finding: SeriesState
 
 
 def rounds_of(rows: Sequence[GateRow]) -> list[Rounds]:

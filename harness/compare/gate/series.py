@@ -11,9 +11,9 @@ from ..terms import Gated
 from .evidence import Estimate, combined, slower, suspected, unchanged, visible
 from .sides import SIDES, Question, Side, Visited
 
-__all__ = ["LOOKS", "MOST_GENERATIONS", "Finding", "GateRow", "Series", "floor_of"]
+__all__ = ["LOOKS", "MOST_GENERATIONS", "GateRow", "Series", "SeriesState", "floor_of"]
 
-Finding = Literal["slower", "same", "open"]
+SeriesState = Literal["slower", "same", "open"]
 
 # The numbers of rounds of a generation after which a decision is tried: each about half as many again.
 LOOKS = (5, 7, 10, 14, 20, 28, 40)
@@ -50,7 +50,7 @@ class Series:
     run: float = 0.0
     generations: list[list[float]] = field(default_factory=list)
     times: dict[Side, list[float]] = field(default_factory=lambda: {side: [] for side in SIDES})
-    finding: Finding = "open"
+    finding: SeriesState = "open"
     settled: bool = False  # for this generation
 
     @property

@@ -21,9 +21,9 @@ from ...formatting import change, number
 from ..rows import TrainingRun
 from .curves import ending, known_median, spikes
 
-__all__ = ["RULES", "Learning", "Pair", "Verdict", "judge_pairs", "pairs_of"]
+__all__ = ["RULES", "Learning", "LearningVerdict", "Pair", "judge_pairs", "pairs_of"]
 
-Verdict = Literal["equivalent", "degraded", "diverged", "inconclusive"]
+LearningVerdict = Literal["equivalent", "degraded", "diverged", "inconclusive"]
 
 TOLERANCE = 0.0025  # relative loss; what DeepSeek-V3's report (arXiv 2412.19437, section 3.3) accepts of FP8
 LEAST_SEEDS = 3
@@ -35,7 +35,7 @@ RISE = 0.1  # of the loss, above the lowest fifth: a run that learns does not ri
 _ROUNDING = 1e-9  # of the means that the band is computed from
 _CERTAIN = 4.0  # standard errors by which it must rise, because small batches make fifths differ
 
-RULES: tuple[tuple[Verdict | str, str], ...] = (
+RULES: tuple[tuple[LearningVerdict | str, str], ...] = (
     (
         "diverged",
         "a candidate's run ended because loss or gradients were not finite, or its loss at the end lies "
@@ -106,7 +106,7 @@ class Learning:
     are medians over the pairs; ``spikes`` counts those of (candidate, baseline) over all pairs.
     """
 
-    verdict: Verdict
+    verdict: LearningVerdict
     reason: str
     pairs: int
     steps: int
@@ -157,7 +157,7 @@ def _judge(pairs: Sequence[Pair]) -> Learning:
     gaps = np.array([pair.gap for pair in pairs]) if steps else np.full(len(pairs), math.nan)
     gap, (low, high) = float(gaps.mean()), _interval(gaps)
     band = _band(baselines, steps) if steps else (math.nan, math.nan)
-    verdict: Verdict
+    verdict: LearningVerdict
     if any(_diverged(baseline) for baseline in baselines):
         verdict, reason = "inconclusive", "the baseline itself diverged"
     elif lost:
@@ -189,7 +189,7 @@ def _judge(pairs: Sequence[Pair]) -> Learning:
 
 def _by_gap(
     gap: float, low: float, high: float, band: tuple[float, float], pairs: int, steps: int
-) -> tuple[Verdict, str]:
+) -> tuple[LearningVerdict, str]:
     said = f"the gap is {change(gap)}"
     if steps < LEAST_STEPS:  # while the loss falls steeply, a moment's delay is a large gap
         return "inconclusive", f"{said} after {steps} steps; {LEAST_STEPS} are needed"

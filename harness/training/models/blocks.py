@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
@@ -44,7 +45,14 @@ def _recomputing(how: Callable[..., Any], forward: Callable[..., Any], offload: 
     return offloaded if offload else recomputed
 
 
-def compile_blocks(blocks: Sequence[nn.Module], backend: str = "inductor") -> None:
-    """Compile each block, after ``checkpoint_blocks``; equal blocks share the compiled code."""
+def compile_blocks(blocks: Sequence[nn.Module], backend: str = "inductor", *, within: bool = False) -> None:
+    """Compile each block, after ``checkpoint_blocks``; equal blocks share the compiled code.
+
+    ``within``: before it, because whatever TransformerEngine's function calls runs uncompiled, unless it is compiled
+    itself.
+    """
     for block in blocks:
-        block.compile(backend=backend)
+        if within:
+            block.forward = torch.compile(block.forward, backend=backend)
+        else:
+            block.compile(backend=backend)

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attnbench.errors import InputError
 from attnbench.integrations.transformers_layer import asked_mask
-from attnbench.integrations.transformers_mask import Asked, LayerMask, UnservableError, told
+from attnbench.integrations.transformers_mask import LayerMask, MaskRequest, UnservableError, layer_mask
 from attnbench.problem.mask import Mask
 
 from ..config import Packing
@@ -208,7 +208,7 @@ def _mask(*positions: Any, **named: Any) -> LayerMask | None:
     if _calls.get() is None or named.get("local_size") == 0:  # a window of layers that the model does not have
         return None
     try:
-        return told(Asked.of(*positions, **named), right_padding=False, hands_on=False)
+        return layer_mask(MaskRequest.of(*positions, **named), right_padding=False, hands_on=False)
     except UnservableError as reason:
         raise InputError(f"it asks for {reason}") from None
 

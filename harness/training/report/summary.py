@@ -141,6 +141,10 @@ def _remarks(arms: Sequence[Arm], style: Style) -> str:
             lost = ", ".join(
                 f"{max(sign.ds_underflow[form] for sign in signs):.1%} in {form}" for form in signs[0].ds_underflow
             )
+            if checks := sum(sign.checks for sign in signs):
+                said.append(
+                    f"{label}: a guard found {sum(sign.breaches for sign in signs)} breaches in {checks} checks."
+                )
             kurtosis = f"kurtosis at most {number(worst_q)} of Q and {number(worst_k)} of K (3 is normal)"
             said.append(f"{label}: {kurtosis}{f'; of dS at most {lost} would underflow' if lost else ''}.")
     return prose(said, style, bullets=True) if said else ""

@@ -10,7 +10,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from ...json_lines import validation_fault
+from attnbench.files.json_text import validation_fault
+
 from ..rows import MOST_PLANS, MOST_RESUMED, MOST_SIGNS, MOST_STEPS, Count, Series, Share, StepTimes, Text, WarningSign
 
 __all__ = ["History"]

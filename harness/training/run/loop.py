@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from attnbench.guarding.guard import Guard
 
 from ..models.attention import note_plans
 from .attention_share import share_of_attention
 from .checkpoint import load, newest, save, state_of
 from .history import History
+from .one_step import take_step
 from .optimisers import learning_rate, make_optimiser, set_rate
 from .parallel import Ranks, shared_attention, spread
 from .step_clock import StepClock
@@ -79,6 +80,8 @@ class _Run:
         self.history = History()
         self.clock = StepClock(self.device)
         self.parameters = [each for each in trainable.module.parameters() if each.requires_grad]
+        # In each pass that reads the signs a forward and a backward are checked, of however many layers.
+        self.guard = Guard(max(1, len(trainable.attention_modules)), None, "warn", None, self.config.seed)
         self.bad = 0
         self.watched = False
 
@@ -118,26 +121,15 @@ class _Run:
         return None
 
     def _step(self, step: int) -> None:
-        config = self.config
-        loss = self.trainable.loss(self.trainable.batch(step, self.ranks.rank, self.ranks.world))
-        loss.backward()  # type: ignore[no-untyped-call]
-        norm = self._clipped()
-        set_rate(self.optimiser, learning_rate(config, step))
-        self.optimiser.step()
-        self.optimiser.zero_grad()
-        self._found = torch.stack((self.ranks.mean(loss.detach().double()), norm.double()))
+        set_rate(self.optimiser, learning_rate(self.config, step))
+        batch = self.trainable.batch(step, self.ranks.rank, self.ranks.world)
+        loss, norm = take_step(self.trainable, self.optimiser, self.parameters, batch)
+        self._found = torch.stack((self.ranks.mean(loss.double()), norm.double()))
 
     def _clocked(self, step: int) -> None:
         self.clock.start()
         self._step(step)
         self.clock.stop(step, self._found)
-
-    def _clipped(self) -> Tensor:
-        """The norm of all gradients, which are then clipped to the limit."""
-        norm = get_total_norm([each.grad for each in self.parameters if each.grad is not None])
-        if self.config.grad_clip:
-            clip_grads_with_norm_(self.parameters, self.config.grad_clip, norm)
-        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     def _take_in(self, *, all: bool) -> str | None:
         """Record the steps that have ended; returns why the run diverged, if it did."""
@@ -186,15 +178,19 @@ class _Run:
 
         gpus = [self.device] if self.device.type == "cuda" else []
         modules = self.trainable.attention_modules
+        before = self.guard.checks, len(self.guard.breaches)
         with (
             torch.random.fork_rng(devices=gpus),
             torch.compiler.set_stance("force_eager"),
             note_plans(modules) as plans,
+            self.guard,
         ):
             sign = signs_of(step, modules, work)
         self.history.plans = list(dict.fromkeys([*self.history.plans, *plans]))
         self.optimiser.zero_grad()
         if sign is not None:
+            found = self.guard.checks - before[0], len(self.guard.breaches) - before[1]
+            sign = sign.model_copy(update={"checks": found[0], "breaches": found[1]})
             self.history.signs = [each for each in self.history.signs if each.step != step] + [sign]
             self.history.untimed.append(step)
         if self.device.type == "cuda":

@@ -41,7 +41,7 @@ def show_training_progress(console: Console, runs: int, *, silent: bool = False)
 
             def show(row: TrainingRun) -> None:
                 seen.add(row.key)
-                said = f"[{len(seen)}/{runs}] {_said(row)}"
+                said = f"[{len(seen)}/{runs}] {_sentence(row)}"
                 total = row.settings["steps"]
                 progress.update(bar, total=float(total or 0), completed=len(row.loss), description=escape(said))
 
@@ -51,10 +51,10 @@ def show_training_progress(console: Console, runs: int, *, silent: bool = False)
 def _line(row: TrainingRun, console: Console) -> None:
     steps = int(row.settings["steps"] or 1)
     if len(row.loss) % max(1, steps // _LINES_A_RUN) == 0 or len(row.loss) == steps:
-        console.out(f"{_said(row)}, step {len(row.loss)} of {steps}", highlight=False)
+        console.out(f"{_sentence(row)}, step {len(row.loss)} of {steps}", highlight=False)
 
 
-def _said(row: TrainingRun) -> str:
+def _sentence(row: TrainingRun) -> str:
     rate = row.units_per_step / row.step_ms[-1] * 1e3
     name = printable(str(row.settings["attention"]))
     return f"{name}, seed {row.seed}: loss {row.loss[-1]:.4f}, {rate:,.0f} {row.units}/s"

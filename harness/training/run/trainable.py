@@ -106,10 +106,12 @@ def build(config: TrainConfig, device: torch.device | str, *, attend: Attending 
     if config.block == "plain":
         tokens = config.places if config.packing == "padded" else config.batch * config.places
         convert_linears(made.blocks, config.linears, tokens)
+    te = config.checkpointing and (config.linears == "te-fp8" or config.block == "te")
+    if config.compile and te:
+        compile_blocks(made.blocks, within=True)
     if config.checkpointing:
-        te = config.linears == "te-fp8" or config.block == "te"
         checkpoint_blocks(made.blocks, te=te, offload=config.offload)
-    if config.compile:
+    if config.compile and not te:
         compile_blocks(made.blocks)
     return made
 

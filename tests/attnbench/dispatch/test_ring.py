@@ -213,7 +213,7 @@ def launched(*command, folder):
 
 @pytest.mark.exhaustive
 def test_the_example_of_the_page_runs(tmp_path):
-    page = (ROOT / "docs" / "context-parallel.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "how-to/context-parallel.md").read_text(encoding="utf-8")
     (tmp_path / "shared.py").write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
     said = launched("shared.py", folder=tmp_path)
     assert said.count("torch.Size([1, 8, 128, 64]) Counter({'bf16': 1})") == 2

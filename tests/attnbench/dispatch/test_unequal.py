@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 from attnbench import AttentionSpec, Mask, attention, explain, guard, state
 from attnbench.dispatch.memory import executions
-from attnbench.errors import AttnbenchWarning, InputError, RefusedError
+from attnbench.errors import BreachWarning, InputError
+from attnbench.kernels.capabilities import Device
+from attnbench.kernels.registry import registry
+from attnbench.problem.lengths_kind import LengthsKind
 from examples import examples
 
 INT = torch.int32
@@ -185,10 +189,29 @@ def test_a_choice_tells_of_the_lengths_and_a_kernel_without_them_is_refused() ->
     named = {"layout": "thd", "cu_seqlens_q": starts([5, 7])}
     choice = explain(x, x, x, **named)
     assert str(choice.spec) == "b2 h2 s8 d8 fp32 packed12 forward"
-    rows = torch.randn(2, 2, 5, 8, dtype=torch.bfloat16)
-    lengths = torch.tensor([1, 2], dtype=INT)
-    with pytest.raises(RefusedError, match="takes sequences of one length, not a left-padded batch"):
-        attention(rows, rows, rows, backend="flex", kv_lengths=lengths, padding_side="left")
+    spec = AttentionSpec.make(batch=2, heads=2, seqlen_q=5, head_dim=64, lengths=LengthsKind(batch="left-padded"))
+    reasons = registry().forward("fa3-vllm:bf16").refusals(spec, Device("cuda", "NVIDIA H200", (9, 0)))
+    assert reasons == ["takes sequences of one length, not a left-padded batch"]
+
+
+@pytest.mark.parametrize("layout", ["packed", "left", "right"])
+def test_a_guard_checks_both_passes_and_reads_no_padding(layout: str) -> None:
+    named: dict[str, Any] = {"layout": "thd", "cu_seqlens_q": starts([4, 0, 5])}
+    x = torch.randn(9, 2, 16)
+    if layout != "packed":
+        named = {"kv_lengths": torch.tensor([3, 5], dtype=INT), "padding_side": layout}
+        named["q_lengths"] = named["kv_lengths"]
+        x = torch.randn(2, 2, 5, 16)
+        x[0, :, slice(0, 2) if layout == "left" else slice(3, 5)] = torch.nan
+    for bound, breaches in ((0.3, set()), (1e-9, {"out", "dq", "dk", "dv"})):
+        with warnings.catch_warnings(), guard(every=1, max_error=bound) as watch:
+            warnings.simplefilter("ignore", BreachWarning)
+            for _ in range(8):
+                q, k, v = (x.clone().requires_grad_() for _ in "qkv")
+                out = attention(q, k, v, is_causal=True, backend="emulated:fp8>emulated:fp8", **named)
+                torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+        assert (watch.checks, watch.skipped) == (16, {})
+        assert {each.tensor for each in watch.breaches} == breaches
 
 
 X, ROWS = torch.randn(9, 2, 8), torch.randn(1, 2, 9, 8)
@@ -296,13 +319,3 @@ def test_autocast_casts_packed_tensors() -> None:
         out = attention(X, X, X, layout="thd", cu_seqlens_q=starts([4, 5]))
     assert isinstance(out, Tensor)
     assert out.dtype == torch.bfloat16
-
-
-def test_a_guard_says_that_it_checks_no_such_batch() -> None:
-    with (
-        pytest.warns(AttnbenchWarning, match="packed and padded batches are not checked"),
-        guard(every=1) as watch,
-    ):
-        attention(X, X, X, layout="thd", cu_seqlens_q=starts([4, 5]))
-    assert watch.checks == 0
-    assert sum(watch.skipped.values()) == 1

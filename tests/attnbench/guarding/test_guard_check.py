@@ -6,13 +6,16 @@ import dense
 import pytest
 import torch
 from hypothesis import given, settings
-from problems import problems
+from hypothesis import strategies as st
+from packed import Documents, documents
+from problems import masks, problems
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnbench import AttentionSpec, Mask
 from attnbench.guarding import gradients as guard_gradients
 from attnbench.guarding.check import Sums, aside, gradient_sums, out_sums, part, pick_groups, pick_rows
+from attnbench.guarding.rows import Rows, used
 from attnbench.problem.fp8 import Recipe, quantise
 from examples import examples
 
@@ -187,3 +190,37 @@ def test_nothing_that_watches_or_changes_operators_reaches_the_check():
         assert not seen.names
         assert (x @ x).dtype == torch.bfloat16
     assert seen.names
+
+
+@settings(max_examples=examples(6, 100))
+@given(documents(20, masks(), heads=(4, 2), head_dim=8, head_dim_v=8,
+                 padding=st.sampled_from([None, "left", "right"])))  # fmt: skip
+def test_rows_of_unequal_lengths_are_those_of_each_sequence_alone(batch: Documents) -> None:
+    """Padding holds NaN; every head and row of each tensor is as dense attention of its own sequence has it."""
+    (q, k, v, do), lengths, spec = batch.together(batch.parts())
+    own = list(lengths.sequences(spec, q, k))
+    out, dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float64) for x in (do, q, k, v))
+    for each in own:
+        parts = each.q(q), each.kv(k), each.kv(v)
+        each.q(out).copy_(dense.dense_attention(*parts, each.spec)[0])
+        exact = dense.dense_gradients(*parts, each.q(do), each.spec)
+        for whole, x in zip((each.q(dq), each.kv(dk), each.kv(dv)), exact, strict=True):
+            whole.copy_(x)
+    rows = Rows.of(spec, lengths, q, k, v)
+    picks, groups = pick_rows(rows.spec, Random(batch.seed)), pick_groups(rows.spec, Random(batch.seed))
+    whole = part(groups, rows.q, rows.k, rows.v)
+    for factor in (1.0, WRONG):
+        _, found = read(out_sums(rows.q, rows.k, rows.v, out * factor, rows.spec, picks, rows.seen))
+        given_ = used(do, rows.seen.used_q)
+        wrong = (dq * factor, dk * factor, dv * factor)
+        usable, sums = read(gradient_sums(whole, groups, given_, wrong, rows.spec, rows.seen))
+        assert usable
+        for name, (errors, sizes) in {**found, **sums}.items():
+            expected = (factor - 1) ** 2 * sizes
+            if name in ("dq", "dk"):  # sizes that cancel count as more
+                assert (errors <= expected * (1 + 1e-6) + 1e-12).all(), name
+            else:
+                torch.testing.assert_close(errors, expected, rtol=1e-6, atol=1e-12)
+    if batch.padding is None and all(map(all, batch.lengths)):
+        assert found["out"][1].any()
+        assert sums["dv"][1].any()

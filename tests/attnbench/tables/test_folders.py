@@ -138,8 +138,9 @@ def test_what_is_of_this_gpu_comes_before_what_is_scaled(folder, shipped):
     table(2.0).save(folder / "b.json")
     table(3.0, 3.0, environment=H200).save(shipped / "nvidia-h200.json")
     assert times() == {"fast:bf16": 2.0}
-    (found,) = known_tables(GPU).tables
-    assert found.scaled_from is None
+    own, other = known_tables(GPU).tables  # which is whole, but has no spec of its own GPU twice
+    assert own.scaled_from is None
+    assert (other.scaled_from, set(other.specs)) == ("NVIDIA H200", {SPEC})
 
 
 def test_the_tables_of_other_gpus_come_after_the_one_shipped_for_this_gpu(folder, shipped):

@@ -15,7 +15,6 @@ from attnbench.dispatch.sequences import sizes_of
 from attnbench.kernels.capabilities import Device
 from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Kernel, Saved
 from attnbench.problem.lengths import Lengths, packed
-from attnbench.problem.lengths_kind import LengthsKind
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 
@@ -118,9 +117,6 @@ def test_head_dimensions_are_padded_and_cut_as_for_one_length(name) -> None:
     assert torch.equal(own.q(result.out), FORWARDS[name].run(alone).out)
 
 
-def test_what_has_no_gradients_or_is_padded_is_refused() -> None:
+def test_what_has_no_gradients_is_refused() -> None:
     spec = batch(SQUARE, Mask())[2]
     assert "not a packed batch" in " ".join(BACKWARDS["fa3:bf16"].refusals(spec, H200))
-    rows = spec.replace(lengths=LengthsKind(batch="padded"))
-    for name in ("fa3:bf16", "fa4:bf16"):
-        assert "not a padded batch" in " ".join(FORWARDS[name].refusals(rows, H200))

@@ -193,8 +193,9 @@ def test_blocks_of_a_batch_are_kept_until_its_lengths_change() -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("mask", [Mask(), CAUSAL_END, Mask(left=20, right=0)], ids=str)
 def test_packed_sequences_are_what_they_are_alone(mask: Mask) -> None:
-    for pairs in (((130, 257), (0, 4), (1, 1)), ((200, 40), (7, 7)), ((3, 0), (64, 300), (128, 128))):
-        batch = Documents(pairs, mask)
+    cases = (((130, 257), (0, 4), (1, 1)), None), (((200, 40), (7, 7)), "left"), (((3, 0), (64, 300), (9, 9)), "right")
+    for pairs, padding in cases:
+        batch = Documents(pairs, mask, padding=padding)
         whole, lengths, spec = batch.together(batch.parts())
         spec = spec.replace(direction="forward")
         forward = FORWARDS["flex:bf16"]

@@ -6,7 +6,8 @@ import pytest
 
 from attnbench.choosing.similarity import distance
 from attnbench.harness.cases.models import drawn_cases
-from attnbench.harness.cases.spread import spread_specs
+from attnbench.harness.cases.spread import spread_shapes
+from attnbench.harness.sequence_lengths import check_lengths
 
 
 def from_the_nearest(spec, known):
@@ -17,7 +18,7 @@ def from_the_nearest(spec, known):
     )
 
 
-@pytest.mark.parametrize(("device", "count"), [("cuda", 80), ("cpu", 16)])
+@pytest.mark.parametrize(("device", "count"), [("cuda", 88), ("cpu", 16)])
 def test_they_lie_nearer_to_other_layers_than_shapes_drawn_at_random(device, count):
     asked = [case.spec for case in drawn_cases(100, 31, device)]
 
@@ -25,9 +26,20 @@ def test_they_lie_nearer_to_other_layers_than_shapes_drawn_at_random(device, cou
         return fmean(from_the_nearest(spec, known) for spec in asked)
 
     at_random = [mean([case.spec for case in drawn_cases(count, seed, device)]) for seed in range(3)]
-    assert mean(spread_specs(count, device)) < 0.93 * min(at_random)
+    assert mean([spec for spec, _ in spread_shapes(count, device)]) < 0.93 * min(at_random)
 
 
 def test_the_first_ones_are_the_same_whatever_the_count():
-    assert spread_specs(5, "cuda") == spread_specs(12, "cuda")[:5]
-    assert {spec.direction for spec in spread_specs(4, "cuda")} == {"forward", "training"}
+    assert spread_shapes(5, "cuda") == spread_shapes(12, "cuda")[:5]
+    assert {spec.direction for spec, _ in spread_shapes(4, "cuda")} == {"forward", "training"}
+
+
+def test_some_are_packed_and_fewer_padded_in_rows_that_fit():
+    shapes = spread_shapes(88, "cuda")
+    layouts = [lengths.layout for _, lengths in shapes if lengths is not None]
+    assert 8 <= layouts.count("packed") <= 22
+    assert 2 <= layouts.count("padded") < layouts.count("packed")
+    for spec, lengths in shapes:
+        if lengths is not None:
+            check_lengths(spec, lengths)
+            assert lengths.layout == "packed" or spec.batch * spec.seqlen_q <= 131072

@@ -173,7 +173,7 @@ def test_a_session_is_compared_with_a_saved_one(output: str) -> None:
     [
         ({"commit": "1234567", "memory_bytes": 1}, None),  # times depend on neither
         ({"torch": "1.0.0"}, "torch was 1.0.0, is "),
-        ({"python": []}, "an environment's python must be a text"),
+        ({"python": []}, "not an environment: python: Input should be a valid string"),
     ],
 )
 def test_saved_sessions_of_another_environment_are_warned_of(change: dict[str, object], said: str | None) -> None:

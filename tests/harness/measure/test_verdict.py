@@ -20,7 +20,7 @@ from attnbench.harness.measure import verdict
 from attnbench.harness.measure.accuracy import Detail, Judgement
 from attnbench.harness.measure.probes import negate, undo_negation
 from attnbench.harness.measure.truth import Truth
-from attnbench.harness.measure.verdict import CHECKS, Evidence, Verdict, judge
+from attnbench.harness.measure.verdict import CHECKS, Observations, Verdict, judge
 from attnbench.kernels.capabilities import Device
 from attnbench.kernels.contract import Operands, Saved
 from attnbench.kernels.plan import Plan
@@ -66,7 +66,7 @@ def evidence(
     change: Change = lambda values: None,
     families: tuple[str, ...] = ("normal", "outlier"),
     stale: Callable[[Values, Values], Values] | None = None,
-) -> Evidence:
+) -> Observations:
     """What the harness would find of a plan whose tensors are changed; ``stale`` mixes (before, now) into an answer."""
     judged, floor, own = {}, {}, {}
     for family, (truth, operands, values) in runs(plan, spec, families).items():
@@ -82,7 +82,7 @@ def evidence(
     if stale is not None:
         now = stale(changed, now)
     again = truth.judge(undo_negation(now))
-    return Evidence(bound=class_bound(plan, spec), judged=judged, floor=floor, own=own, stale=again)
+    return Observations(bound=class_bound(plan, spec), judged=judged, floor=floor, own=own, stale=again)
 
 
 def noisy(share: float) -> Change:
@@ -118,7 +118,7 @@ def one_old_head(before: Values, now: Values) -> Values:
     return now | {"out": out}
 
 
-def wide() -> Evidence:
+def wide() -> Observations:
     """A 16-bit kernel that shows FP8 operands."""
     found = {}
     for family, (truth, operands, _) in runs(FP8, FORWARD, ("normal", "biased-v")).items():
@@ -126,7 +126,7 @@ def wide() -> Evidence:
         exact = truth.exact_on(operands)
         found[family] = (truth.judge(values), exact.judgements, exact.judge(values))
     judged, floor, own = ({family: each[part] for family, each in found.items()} for part in range(3))
-    return Evidence(bound=class_bound(FP8, FORWARD), judged=judged, floor=floor, own=own)
+    return Observations(bound=class_bound(FP8, FORWARD), judged=judged, floor=floor, own=own)
 
 
 def without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ def without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 BF16 = Plan("sdpa-math:bf16")
 MIXED = Plan("emulated:fp8-token", "reference:fp32")
-FAULTS: list[tuple[str, str, Callable[[], Evidence]]] = [
+FAULTS: list[tuple[str, str, Callable[[], Observations]]] = [
     ("inputs", "changed inputs", lambda: replace(evidence(FP8, FORWARD), untouched=False)),
     ("settled", "changed after the return", lambda: replace(evidence(FP8, FORWARD), settled=False)),
     ("stale", "the output of before", lambda: evidence(FP8, FORWARD, stale=lambda before, now: before)),
@@ -178,10 +178,10 @@ def judgement(error: float = 0.03, rows: int = 1000, **changes: object) -> Judge
 
 def test_what_is_not_finite_is_an_infinite_error_with_a_count():
     wrong = judgement(math.inf, worst_head=math.inf, worst_row=math.inf, bias=math.inf, nonfinite=3)
-    said = judge(Evidence(bound=0.12, judged={"normal": {"out": wrong}}, stale={"out": wrong}))
+    said = judge(Observations(bound=0.12, judged={"normal": {"out": wrong}}, stale={"out": wrong}))
     assert said.check == "error"
     assert said.reason == "the error of out on normal inputs is infinite (values that are not finite: 3), beyond 0.12"
-    said = judge(Evidence(bound=0.12, judged={"normal": {"out": judgement()}}, stale={"out": wrong}))
+    said = judge(Observations(bound=0.12, judged={"normal": {"out": judgement()}}, stale={"out": wrong}))
     assert said.check == "stale"
     assert said.reason == (
         "out has 3 values that are not finite where all inputs are negated, and none where they are not: it is not the "
@@ -197,30 +197,30 @@ def test_what_is_not_finite_is_an_infinite_error_with_a_count():
 def test_a_gain_is_a_fault_only_if_the_families_agree(second):
     first = judgement(bias=0.05)
     both = {"normal": {"out": first}, "sink": {"out": first}}
-    assert judge(Evidence(bound=0.12, judged=both)).check == "bias"
-    assert judge(Evidence(bound=0.12, judged=both | {"sink": {"out": second}})).status == "ok"
-    assert judge(Evidence(bound=0.12, judged={"normal": {"out": first}})).status == "ok"
+    assert judge(Observations(bound=0.12, judged=both)).check == "bias"
+    assert judge(Observations(bound=0.12, judged=both | {"sink": {"out": second}})).status == "ok"
+    assert judge(Observations(bound=0.12, judged={"normal": {"out": first}})).status == "ok"
     floor = {family: {"out": judgement(0.11)} for family in both}
-    assert judge(Evidence(bound=0.12, judged=both, floor=floor)).check == "too good"
+    assert judge(Observations(bound=0.12, judged=both, floor=floor)).check == "too good"
     large = {family: {"out": judgement(0.1, bias=0.05)} for family in both}
-    assert judge(Evidence(bound=0.12, judged=large, floor=floor)).status == "ok"
+    assert judge(Observations(bound=0.12, judged=large, floor=floor)).status == "ok"
     floor["normal"] = {"out": judgement(0.05)}
-    assert judge(Evidence(bound=0.12, judged=large, floor=floor)).check == "bias"
+    assert judge(Observations(bound=0.12, judged=large, floor=floor)).check == "bias"
 
 
 def test_means_over_few_rows_say_nothing():
     few = {family: {"out": judgement(bias=0.05), "lse": judgement(0.0, rows=8, bias=0.01)} for family in "ab"}
-    assert judge(Evidence(bound=0.12, judged=few)).status == "ok"
+    assert judge(Observations(bound=0.12, judged=few)).status == "ok"
     enough = {family: {"out": judgement(bias=0.0), "lse": judgement(0.0, bias=0.01)} for family in "ab"}
-    assert judge(Evidence(bound=0.12, judged=enough)).check == "lse"
+    assert judge(Observations(bound=0.12, judged=enough)).check == "lse"
 
 
 def test_an_lse_that_one_hard_family_moves_is_no_fault():
     """As Hopper's accumulator does where all scores of a head are large."""
 
-    def found(floor: float, **means: float) -> Evidence:
+    def found(floor: float, **means: float) -> Observations:
         judged = {family: {"lse": judgement(0.001, bias=mean)} for family, mean in means.items()}
-        return Evidence(
+        return Observations(
             bound=0.12,
             judged=judged,
             own=judged,
@@ -237,7 +237,7 @@ def test_p_without_a_scale_is_no_fault_where_a_sink_takes_it_below_the_smallest_
     sink, normal = judgement(0.093), judgement(0.03)
     floor = {"sink": {"out": judgement(0.06)}, "normal": {"out": judgement(0.05)}}
     judged = {"sink": {"out": judgement(0.11)}, "normal": {"out": judgement(0.06)}}
-    found = Evidence(bound=0.12, judged=judged, floor=floor, own={"sink": {"out": sink}, "normal": {"out": normal}})
+    found = Observations(bound=0.12, judged=judged, floor=floor, own={"sink": {"out": sink}, "normal": {"out": normal}})
     assert judge(found).status == "ok"
     both = replace(found, own={family: {"out": sink} for family in judged})
     assert judge(both).check == "own"
@@ -245,35 +245,35 @@ def test_p_without_a_scale_is_no_fault_where_a_sink_takes_it_below_the_smallest_
     assert judge(replace(found, judged={"sink": judged["sink"]}, own={"sink": {"out": sink}})).status == "ok"
     # What rounding P takes is accepted however little is accepted in all.
     little = {family: {"out": judgement(0.05)} for family in judged}
-    assert judge(Evidence(bound=0.06, judged=little, floor=floor, own=little)).status == "ok"
+    assert judge(Observations(bound=0.06, judged=little, floor=floor, own=little)).status == "ok"
 
 
 def test_too_good_takes_every_family_and_needs_a_floor():
     floor = {family: {"out": judgement(0.05)} for family in ("normal", "sink")}
     own = {family: {"out": judgement(0.05)} for family in ("normal", "sink")}
 
-    def found(normal: float, sink: float) -> Evidence:
+    def found(normal: float, sink: float) -> Observations:
         judged = {"normal": {"out": judgement(normal)}, "sink": {"out": judgement(sink)}}
-        return Evidence(bound=0.12, judged=judged, floor=floor, own=own)
+        return Observations(bound=0.12, judged=judged, floor=floor, own=own)
 
     assert judge(found(0.01, 0.01)).check == "too good"
     assert judge(found(0.01, 0.03)).status == "ok"
     assert judge(replace(found(0.01, 0.01), floor={}, own={})).status == "ok"
     exact = {family: {"out": judgement(0.0)} for family in ("normal", "sink")}
-    assert judge(Evidence(bound=0.12, judged=exact, floor=exact, own=exact)).status == "ok"
+    assert judge(Observations(bound=0.12, judged=exact, floor=exact, own=exact)).status == "ok"
 
 
 def test_a_kernel_that_is_wrong_anyway_is_not_called_stale():
     for wrong in (1.0, 40.0):
         off = judgement(wrong)
-        found = Evidence(bound=0.12, judged={"normal": {"out": off}}, stale={"out": judgement(wrong * 1.3)})
+        found = Observations(bound=0.12, judged={"normal": {"out": off}}, stale={"out": judgement(wrong * 1.3)})
         assert judge(found).check == "error"
 
 
 def test_no_bound_is_wide_enough_for_a_head_or_row_that_is_left_out():
     for part in ("worst_head", "worst_row"):
         judged = {"normal": {"out": judgement(0.1, **{part: 1.0})}}
-        assert judge(Evidence(bound=0.6, judged=judged)).check == part.removeprefix("worst_")
+        assert judge(Observations(bound=0.6, judged=judged)).check == part.removeprefix("worst_")
 
 
 @st.composite

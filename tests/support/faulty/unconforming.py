@@ -13,7 +13,7 @@ from torch import Tensor
 from attnbench import AttentionSpec, Mask
 from attnbench.backends.reference import BACKEND as REFERENCE
 from attnbench.kernels.capabilities import Capabilities, Device
-from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Operands, Result, Saved
+from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Operands, Result, Saved, Whole
 from attnbench.problem.fp8 import Quantised
 from attnbench.problem.lengths import Lengths
 from attnbench.problem.lengths_kind import BATCHES, Batch
@@ -308,6 +308,18 @@ def short_accumulator(operands: Operands, result: Result) -> Result:
 
 
 # The kernel, the check that must name it, and what the check must say.
+class Unscaled(Forward):
+    """Right in two steps, and without the scale in one."""
+
+    def whole(self, spec: AttentionSpec, device_type: str) -> Whole | None:
+        forward, unscaled = Forward(), spec.replace(scale=spec.head_dim**-0.5)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+            return forward.run(forward.prepare(Inputs(q, k, v), unscaled))[:2]
+
+        return attend if spec.descale is None else None
+
+
 FORWARDS: dict[str, tuple[Callable[[], ForwardKernel], str, str]] = {
     "moody": (Moody, "refusals", "asked again"),
     "wordy": (Wordy, "refusals", "more than one sentence"),
@@ -349,6 +361,7 @@ FORWARDS: dict[str, tuple[Callable[[], ForwardKernel], str, str]] = {
     "a scale for all sequences": (lambda: Unbatched("packed", one_scale), "packed batch", "is off by"),
     "padding read": (lambda: Unbatched("padded", whole_rows), "padded batch", "is off by"),
     "the other side padded": (lambda: Unbatched("left-padded", from_the_left), "left-padded batch", "is off by"),
+    "the whole without a scale": (Unscaled, "whole", "by whole"),
     "combinations": (lambda: Changed(no_grouped_windows), "combinations", "out"),
 }
 

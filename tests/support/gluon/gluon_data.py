@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["STATE", "Block", "Descriptor", "Pointer", "Shared", "data_of", "fence", "load", "store"]
+__all__ = ["STATE", "Block", "Descriptor", "Pointer", "Shared", "atomic_add", "data_of", "fence", "load", "store"]
 
 # Of the thread that runs a partition: its program and place in the grid, its matrix products under way, what it wrote
 # to shared memory since its last fence, and its groups of additions to global memory that are under way.
@@ -171,11 +171,19 @@ def load(pointer: Pointer, mask: Any = None, other: Any = None) -> Block:
     return Block(pointer.memory[place])
 
 
-def store(pointer: Pointer, x: Block, mask: Block) -> None:
-    place, data, inside = torch.broadcast_tensors(data_of(pointer.place), x.data, mask.data)
+def store(pointer: Pointer, x: Any, mask: Any = True) -> None:
+    place, data, inside = torch.broadcast_tensors(data_of(pointer.place), data_of(x), data_of(mask))
     place = place[inside]
     assert bool(((place >= 0) & (place < pointer.memory.numel())).all()), "a store outside of its tensor"
-    pointer.memory[place] = data[inside]
+    pointer.memory[place] = data[inside].to(pointer.memory.dtype)
+
+
+def atomic_add(pointer: Pointer, x: int) -> Block:
+    """What one number was before."""
+    with _ADDING:
+        before = Block(load(pointer).data.clone())
+        store(pointer, before + x)
+        return before
 
 
 def fence() -> None:

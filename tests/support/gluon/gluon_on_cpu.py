@@ -16,7 +16,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from gluon_data import STATE, Block, Descriptor, Shared, data_of, fence, load, store
+from gluon_data import STATE, Block, Descriptor, Shared, atomic_add, data_of, fence, load, store
 from gluon_partitions import (
     Barrier,
     Barriers,
@@ -115,6 +115,7 @@ def _language() -> ModuleType:
         abs=lambda x: Block(x.data.abs()), max=lambda x, axis: Block(x.data.amax(axis)),
         inline_asm_elementwise=_assembled, float8e4nv=torch.float8_e4m3fn,
         cdiv=_two(lambda x, y: torch.div(x + y - 1, y, rounding_mode="trunc")), load=load, store=store,
+        atomic_add=atomic_add,
         convert_layout=lambda x, layout, assert_trivial=False: x, allocate_shared_memory=_allocate,
         warp_specialize=specialize, SliceLayout=nothing, NVMMADistributedLayout=nothing, DotOperandLayout=nothing,
         BlockedLayout=nothing, NVMMASharedLayout=_layout, SwizzledSharedLayout=_layout, int32=torch.int32,

@@ -179,7 +179,7 @@ def scaling_errors(*names: str) -> list[float]:
 # Page, the sentence with its figures as groups, and what they are now.
 HELD: list[tuple[str, str, Callable[[], Sequence[float]]]] = [
     (
-        "backends/sdpa-flash.md",
+        "backends/sdpa.md",
         r"(\d+) TFLOPS forward at 16k keys \(D = 128, bf16, no mask, H200\), where cuDNN reaches (\d+)\.",
         lambda: (tflops("sdpa-flash:bf16"), tflops("sdpa-cudnn:bf16")),
     ),
@@ -228,28 +228,28 @@ HELD: list[tuple[str, str, Callable[[], Sequence[float]]]] = [
         ],
     ),
     (
-        "compare.md",
+        "how-to/compare.md",
         r"of one kernel on one spec differ by −(\d+) % to \+(\d+) % \(the middle 90 %\)",
         lambda: (-100 * from_facts_to_inference()[0], 100 * from_facts_to_inference()[-1]),
     ),
-    ("compare.md", r"at most (\d+) % apart", lambda: (100 * farthest_errors(),)),
+    ("how-to/compare.md", r"at most (\d+) % apart", lambda: (100 * farthest_errors(),)),
     (
-        "compare.md",
+        "how-to/compare.md",
         r"a slow-down of ([\d.]+) % would have been found in the best row and of ([\d.]+) % in the median one",
         lambda: [100 * each(visible_in("quick")) for each in (min, statistics.median)],
     ),
     (
-        "compare.md",
+        "how-to/compare.md",
         r"of (\d+) rows that two committed sets share none differs by more than ([\d.]+) %",
         lambda: (len(memories()), 100 * (max(memories()) - 1)),
     ),
     (
-        "ci.md",
+        "how-to/ci.md",
         r"an H200, (\d+) rows, limit 3 %, (\d+) runs of (\d+) to (\d+) s" + 4 * r"[ |]+(\d+) of (\d+)",
         lambda: planted("nvidia-h200"),
     ),
     (
-        "ci.md",
+        "how-to/ci.md",
         r"two cores, (\d+) rows, limit 5 %, (\d+) runs of (\d+) to (\d+) s[ |]+not asked" + 3 * r"[ |]+(\d+) of (\d+)",
         lambda: planted("amd-epyc"),
     ),
@@ -261,7 +261,7 @@ HELD: list[tuple[str, str, Callable[[], Sequence[float]]]] = [
     ),
     *(
         (
-            "context-parallel.md",
+            "how-to/context-parallel.md",
             rf"\| {length:,} " + r"\| ([\d.]+) \| ([\d.]+) \| ([\d.]+); ([\d.]+) \| ([\d.]+); ([\d.]+) \|",
             lambda length=length: [
                 ring()[arm, length]["ms"]
@@ -278,7 +278,7 @@ HELD: list[tuple[str, str, Callable[[], Sequence[float]]]] = [
         for length in (65536, 131072)
     ),
     (
-        "context-parallel.md",
+        "how-to/context-parallel.md",
         r"is ([\d.]+) and ([\d.]+) times as fast as the 16-bit ring \(.*?\), and ([\d.]+) and ([\d.]+)"
         r" times as fast as torch's with cuDNN\. Two GPUs are ([\d.]+) and ([\d.]+) times as fast as one in FP8,"
         r" and ([\d.]+) and ([\d.]+) times in 16 bits",
@@ -288,7 +288,7 @@ HELD: list[tuple[str, str, Callable[[], Sequence[float]]]] = [
         ],
     ),
     (
-        "context-parallel.md",
+        "how-to/context-parallel.md",
         r"output is off by ([\d.]+), dQ and dK by ([\d.]+) and dV by ([\d.]+); the 16-bit ring's by at most ([\d.]+\d)",
         lambda: [
             *(ring()["fp8, ring", 131072][name] for name in ("out", "dq", "dv")),
@@ -296,12 +296,12 @@ HELD: list[tuple[str, str, Callable[[], Sequence[float]]]] = [
         ],
     ),
     (
-        "end-to-end.md",
+        "explanation/end-to-end.md",
         r"the device works (\d+) of (\d+) ms, less than the plain model's (\d+),",
         lambda: (vit("te-fp8").attention.busy_ms, vit("te-fp8").median_ms, vit("bf16").attention.busy_ms),
     ),
     (
-        "end-to-end.md",
+        "explanation/end-to-end.md",
         r"took ([\d.]+) times as long .* \(([\d.]+) for ([\d.]+) ms a step\)",
         lambda: (in_step(vit("te-fp8")) / in_step(vit("bf16")), in_step(vit("te-fp8")), in_step(vit("bf16"))),
     ),
@@ -313,16 +313,20 @@ HELD: list[tuple[str, str, Callable[[], Sequence[float]]]] = [
     ),
     ("tables.md", r"an error below ([\d.]+), which 8 bits", lambda: (table_entry._LEAST_FP8_ERROR,)),
     (
-        "measuring.md",
+        "explanation/measuring.md",
         r"at most (\d+) % slower \(an FP8 plan: at most (\d+) %[^)]*\), until one is surely (\d+) %",
         lambda: [100 * (each - 1) for each in (race._MAY_WIN, race._FP8_MAY_WIN, device_sweep._BEATEN)],
     ),
-    ("measuring.md", r"what is within (\d+) % of them", lambda: (100 * (race._ABOUT_AS_FAST - 1),)),
+    ("explanation/measuring.md", r"what is within (\d+) % of them", lambda: (100 * (race._ABOUT_AS_FAST - 1),)),
     (
         "tables.md",
         r"an error of (\d+) % for GPUs with equal rates, (\d+) % from an H200 to an H100, (\d+) % to an H100 PCIe\s+and"
         r"\s+(\d+) % to an H20",
         lambda: scaling_errors("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H20"),
     ),
-    ("ci.md", r"every (\d+) ms into the row", lambda: (1000 * inspect.signature(Watch).parameters["every"].default,)),
+    (
+        "how-to/ci.md",
+        r"every (\d+) ms into the row",
+        lambda: (1000 * inspect.signature(Watch).parameters["every"].default,),
+    ),
 ]

@@ -32,10 +32,13 @@ def each_sequence(
     """out (Tq, H, Dv) and LSE (H, Tq) of packed q, k, v, from ``alone(number, q, k, v)`` on (1, S, H, D)."""
     q, k, v = tensors
     assert q.ndim == k.ndim == v.ndim == 3
-    outs, logs = [], []
+    rows = []
     for number, (queries, keys) in enumerate(checked_starts(arguments, q.device)):
         if queries.start < queries.stop:
-            out, lse = alone(number, q[None, queries], k[None, keys], v[None, keys])
-            outs.append(out[0])
-            logs.append(lse[0])
-    return torch.cat(outs), torch.cat(logs, 1)
+            rows.append((queries, *alone(number, q[None, queries], k[None, keys], v[None, keys])))
+    # What belongs to no sequence holds what memory held.
+    out = torch.full((*q.shape[:2], v.shape[2]), torch.nan, dtype=rows[0][1].dtype if rows else q.dtype)
+    lse = torch.full((q.shape[1], q.shape[0]), torch.nan)
+    for queries, own, log in rows:
+        out[queries], lse[:, queries] = own[0], log[0]
+    return out, lse

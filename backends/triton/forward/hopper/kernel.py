@@ -3,7 +3,8 @@
 What it computes is said in ``forward.kernel``; this is how.  One warp brings Q, and K and V block by block, into
 rings of shared memory; two warpgroups with 64 queries each compute on the same keys, so that K and V come from L2
 once for both (two programs of 64 queries would ask L2 for all it has at 900 TFLOPS).  A program goes on from tile to
-tile, and the next one's operands come while the last one's output is written.
+tile, and the next one's operands come while the last one's output is written.  The loading warp finds the tiles and
+tells the others.  In a table, where registers do, a tile's first scores are computed beneath the end of the one before.
 
 P·V starts at zero, and is added in FP32: one multiply-add an element, which rescaling would cost as well.  Where the
 warpgroups take ``turns``, one multiplies while the other takes exponentials (FlashAttention-3, arXiv 2407.08608,
@@ -17,8 +18,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
-from .order import after, blocks_of, sequence_at, span_of_keys, tile_at
-from .products import add_products, start_scores
+from .order import (
+    TILES_AHEAD,
+    after,
+    blocks_of,
+    board_for,
+    bounds,
+    end,
+    following,
+    is_told,
+    span_of_keys,
+    tell,
+    tile_at,
+    told,
+)
+from .products import add_products, start_scores, store
 from .scales import at_least, cast_rows, number, set_number, unit_of
 from .softmax import HEADROOM, MINUS_INFINITY, ROWS, masked, spread, totals, weights
 
@@ -26,6 +40,8 @@ __all__ = ["CONSUMERS", "triton_fp8_attention_forward_hopper"]
 
 CONSUMERS = gl.constexpr(2)  # warpgroups that compute
 _APART = gl.constexpr(128)  # head dimension up to which Q in 16 bits and in e4m3 both fit into shared memory
+_COPIES = gl.constexpr(2)  # of a program's queries: this tile's and the next one's
+_OUTSIDE = gl.constexpr(1 << 30)  # behind every key
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _LN_2 = gl.constexpr(0.6931471805599453)
 
@@ -37,7 +53,7 @@ def _load(
 ):  # fmt: skip
     """Brings the operands of every tile of this program."""
     (
-        q, k, v, k_factors, v_factors, queries, keys, values, numbers, filled, emptied, steps, factor_steps,
+        q, k, v, k_factors, v_factors, queries, keys, values, numbers, filled, emptied, board, steps, factor_steps,
         seqlen_q, seqlen_kv, programs, section, low, high, heads, group, head_dim_v,
     ) = brought  # fmt: skip
     q_by_batch, q_by_head, q_aside, k_by_batch, k_by_head, k_aside = steps
@@ -47,59 +63,60 @@ def _load(
     block_m: gl.constexpr = CONSUMERS * ROWS
     width: gl.constexpr = k.block_type.shape[1]
     height: gl.constexpr = v.block_type.shape[0]
-    slot, phase, q_phase = 0, 1, 1
-    rows_of_tiles = blocks_of(seqlen_q, tiles, block_m)
-    for place in range(gl.program_id(0), programs * rows_of_tiles, gl.num_programs(0)):
-        head_index, block = tile_at(place, rows_of_tiles, programs, section, right and tiles is None)
-        if tiles is None:
-            top = block * block_m
-            span = span_of_keys(top, seqlen_q, seqlen_kv, low, high, block_m, block_n, left, right)
-            batch, head = head_index // heads, head_index % heads
-        else:
-            sequence = sequence_at(tiles, block, low, high, aligned)
-            top = sequence[1]
-            span = span_of_keys(top, sequence[3], sequence[5], sequence[7], sequence[8], block_m, block_n, left, right)
-            batch, head = sequence[0], head_index
+    slot, phase, q_copy, q_phase = 0, 1, 0, 1
+    q_copies: gl.constexpr = queries.shape[0] // (CONSUMERS * chunks)
+    told_slot, told_phase = 0, 1
+    blocks_of_head = blocks_of(seqlen_q, tiles, block_m)
+    total = programs * blocks_of_head
+    order = tiles, blocks_of_head, programs, section, seqlen_q, seqlen_kv, heads
+    place = gl.program_id(0)
+    while place < total:
+        tile = tile_at(place, order, block_m, right)
+        tell(board, told_slot, told_phase, 1, tile)
+        told_slot, told_phase = after(told_slot, told_phase, TILES_AHEAD)
+        batch, head, top, q_start, queries_here, k_start, keys_here, v_start = tile
+        lowest, highest = bounds(low, high, queries_here, keys_here, aligned)
+        span = span_of_keys(top, queries_here, keys_here, lowest, highest, block_m, block_n, left, right)
         first, blocks = span[0], span[3]
         kv_head = head // group
-        q_row = batch * q_by_batch + head * q_by_head + top
-        if tiles is not None:
-            q_row += sequence[2]
+        q_row = batch * q_by_batch + head * q_by_head + q_start + top
         for i in gl.static_range(CONSUMERS):
-            mbarrier.wait(q_emptied.index(i), q_phase)
-            mbarrier.expect(q_filled.index(i), chunks * q.block_type.nbytes)
+            own = q_copy * CONSUMERS + i
+            mbarrier.wait(q_emptied.index(own), q_phase)
+            mbarrier.expect(q_filled.index(own), chunks * q.block_type.nbytes)
             for chunk in gl.static_range(chunks):
-                place = queries.index(i * chunks + chunk)
                 at = [q_row + i * ROWS, head * q_aside + chunk * width]
-                tma.async_copy_global_to_shared(q, at, q_filled.index(i), place)
-        q_phase ^= 1
-        k_row, k_column = batch * k_by_batch + kv_head * k_by_head + first, kv_head * k_aside
-        v_row = (batch * (heads // group) + kv_head) * head_dim_v
-        v_column = first
-        if tiles is not None:
-            k_row += sequence[4]
-            v_row = kv_head * head_dim_v
-            v_column += sequence[6]
+                tma.async_copy_global_to_shared(q, at, q_filled.index(own), queries.index(own * chunks + chunk))
+        q_copy, q_phase = after(q_copy, q_phase, q_copies)
+        k_row, k_column = batch * k_by_batch + kv_head * k_by_head + k_start + first, kv_head * k_aside
+        v_row = kv_head * head_dim_v
+        if tiles is None:
+            v_row += batch * (heads // group) * head_dim_v
+        v_column = v_start + first
+        if tiles is not None:  # without keys a block of zeros, as TMA has it outside of a tensor, whatever memory holds
+            v_column = gl.where(keys_here > 0, v_column, _OUTSIDE)
         if casting:
+            some = keys_here > 0
+            begin, apart = gl.minimum(first, keys_here - 1), block_n
             if tiles is None:  # blocks of all heads that have none behind them end here
-                begin, apart = gl.minimum(first, seqlen_kv - 1) // block_n, 1
-                some = seqlen_kv > 0
+                begin, apart = begin // block_n, 1
             else:  # each token's place has its block's
-                begin, apart = sequence[4] + gl.minimum(first, sequence[5] - 1), block_n
-                some = sequence[5] > 0
+                begin += k_start
             k_factor = k_factors + batch.to(gl.int64) * k_batch + kv_head * k_head + begin
             v_factor = v_factors + batch.to(gl.int64) * v_batch + kv_head * v_head + begin
             unit = gl.load(v_factor, mask=some, other=1.0)
             # Of a name that starts as another's value the frontend carries the other through the loop.
             most = unit * 1.0
         for step in range(blocks):
+            if casting:  # asked for before the wait
+                of_keys = gl.load(k_factor + step * apart, mask=some, other=1.0)
+                next_unit, most = unit_of(most, gl.load(v_factor + step * apart, mask=some, other=1.0))
             mbarrier.wait(k_emptied.index(slot), phase)
             if casting:
-                following, most = unit_of(most, gl.load(v_factor + step * apart, mask=some, other=1.0))
-                set_number(numbers[0].index(slot), gl.load(k_factor + step * apart, mask=some, other=1.0))
-                set_number(numbers[1].index(slot), following)
-                set_number(numbers[2].index(slot), unit / following)
-                unit = following
+                set_number(numbers[0].index(slot), of_keys)
+                set_number(numbers[1].index(slot), next_unit)
+                set_number(numbers[2].index(slot), unit / next_unit)
+                unit = next_unit
             mbarrier.expect(k_filled.index(slot), chunks * k.block_type.nbytes)
             for chunk in gl.static_range(chunks):
                 at = [k_row + step * block_n, k_column + chunk * width]
@@ -110,6 +127,9 @@ def _load(
                 at = [v_row + chunk * height, v_column + step * block_n]
                 tma.async_copy_global_to_shared(v, at, v_filled.index(slot), values.index(slot * chunks_v + chunk))
             slot, phase = after(slot, phase, stages)
+        place = following(place, tiles)
+    tell(board, told_slot, told_phase, 0, (0, 0, 0, 0, 0, 0, 0))
+    end(tiles)
 
 
 @gluon.jit
@@ -121,8 +141,8 @@ def _attend(
     """64 queries of every tile of this program."""
     (
         out, lse, q_factors, k_factors, v_factors, scale,
-        queries, narrow, keys, values, numbers, filled, emptied, turn, factor_steps,
-        seqlen_q, seqlen_kv, programs, section, low, high, heads, group, head_dim_v,
+        queries, narrow, keys, values, numbers, filled, emptied, board, turn, factor_steps,
+        seqlen_q, low, high, heads, group, head_dim_v,
     ) = given  # fmt: skip
     q_batch, q_head, k_batch, k_head, v_batch, v_head = factor_steps
     q_filled, k_filled, v_filled = filled
@@ -133,27 +153,25 @@ def _attend(
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 4)
     row = which * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     apart: gl.constexpr = casting and chunks * queries.shape[2] <= _APART
-    tile, brought = (), ()
-    for chunk in gl.static_range(chunks):
-        place = queries.index(which * chunks + chunk)
-        brought = brought + (place,)  # noqa: RUF005
-        if apart:
-            place = narrow.index(which * chunks + chunk)
-        elif casting:
-            place = place._reinterpret(keys.dtype, [ROWS, keys.shape[2]], keys.layout)
-        tile = tile + (place,)  # noqa: RUF005
-    slot, phase, q_phase, turn_phase = 0, 0, 0, 1 if which == 0 else 0
-    rows_of_tiles = blocks_of(seqlen_q, tiles, block_m)
-    for place in range(gl.program_id(0), programs * rows_of_tiles, gl.num_programs(0)):
-        head_index, block = tile_at(place, rows_of_tiles, programs, section, right and tiles is None)
-        if tiles is None:
-            top = block * block_m
-            queries_here, keys_here, lowest, highest = seqlen_q, seqlen_kv, low, high
-            batch, head = (head_index // heads).to(gl.int64), head_index % heads
-        else:
-            sequence = sequence_at(tiles, block, low, high, aligned)
-            batch, head, top = sequence[0].to(gl.int64), head_index, sequence[1]
-            queries_here, keys_here, lowest, highest = sequence[3], sequence[5], sequence[7], sequence[8]
+    copies: gl.constexpr = queries.shape[0] // (CONSUMERS * chunks)
+    ahead: gl.constexpr = copies > 1
+    slot, phase, turn_phase = 0, 0, 1 if which == 0 else 0
+    copy, copy_phase = 0, 0
+    told_slot, told_phase = 0, 0
+    more = is_told(board, told_slot, told_phase)
+    if ahead:
+        scores = gl.zeros([ROWS, block_n], gl.float32, s_layout)
+        if more:
+            mbarrier.wait(q_filled.index(which), 0)
+            turn_phase = _await_turn(turn, turn_phase, which, turns)
+            tile = _rows_at(queries, which, chunks)
+            coming = start_scores(tile, keys, k_filled, 0, 0, block_n, chunks, s_layout)
+            _pass_turn(turn, which, turns)
+            scores = warpgroup_mma_wait(0, [coming])
+    while more:
+        batch, head, top, q_start, queries_here, k_start, keys_here = told(board, told_slot)
+        batch = batch.to(gl.int64)
+        lowest, highest = bounds(low, high, queries_here, keys_here, aligned)
         first, whole, parted, blocks = span_of_keys(
             top, queries_here, keys_here, lowest, highest, block_m, block_n, left, right
         )
@@ -162,15 +180,12 @@ def _attend(
             q_factor = q_factors + batch * q_batch + head * q_head
             k_factor = k_factors + batch * k_batch + kv_head * k_head
             v_factor = v_factors + batch * v_batch + kv_head * v_head
-            if tiles is None:
-                factor = gl.load(q_factor) * (scale * _LOG2_E)
-                factor = at_least(factor * gl.load(k_factor))
-                unit = gl.load(v_factor)
-            else:  # which have each token's place, one behind the other; a sequence may have no keys
-                some = keys_here > 0
-                factor = gl.load(q_factor + sequence[2]) * (scale * _LOG2_E)
-                factor = at_least(factor * gl.load(k_factor + sequence[4], mask=some, other=1.0))
-                unit = gl.load(v_factor + sequence[4], mask=some, other=1.0)
+            if tiles is not None:  # which have each token's place, one behind the other; a sequence may have no keys
+                q_factor, k_factor, v_factor = q_factor + q_start, k_factor + k_start, v_factor + k_start
+            some = tiles is None or keys_here > 0
+            factor = gl.load(q_factor, mask=some, other=1.0) * (scale * _LOG2_E)
+            factor = at_least(factor * gl.load(k_factor, mask=some, other=1.0))
+            unit = gl.load(v_factor, mask=some, other=1.0)
         query = top + row
         since = query + lowest
         upto = gl.minimum(query + highest if right else query + keys_here, keys_here - 1)
@@ -181,15 +196,27 @@ def _attend(
         total = totals(gl.zeros([ROWS, block_n], gl.float32, s_layout))
         peak = gl.full([ROWS], MINUS_INFINITY, gl.float32, gl.SliceLayout(1, s_layout))
 
-        mbarrier.wait(q_filled.index(which), q_phase)
-        if casting:
-            own = cast_rows(brought, tile, s_layout) * (scale * _LOG2_E)
-            if apart:  # the next tile's may come
-                mbarrier.arrive(q_emptied.index(which), count=1)
-        turn_phase = _await_turn(turn, turn_phase, which, turns)
-        scores = start_scores(tile, keys, k_filled, slot, phase, block_n, chunks, s_layout)
-        _pass_turn(turn, which, turns)
-        scores = warpgroup_mma_wait(0, [scores])
+        own_copy = copy * CONSUMERS + which if ahead else which
+        tile = _rows_at(queries, own_copy, chunks)
+        if not ahead:
+            mbarrier.wait(q_filled.index(which), copy_phase)
+            if casting:
+                wide, tile = tile, ()
+                for chunk in gl.static_range(chunks):
+                    if apart:
+                        part_of_tile = narrow.index(which * chunks + chunk)
+                    else:
+                        part_of_tile = wide[chunk]._reinterpret(keys.dtype, [ROWS, keys.shape[2]], keys.layout)
+                    tile = tile + (part_of_tile,)  # noqa: RUF005
+                own = cast_rows(wide, tile, s_layout) * (scale * _LOG2_E)
+                if tiles is not None:
+                    own = gl.where(query * 0 + keys_here > 0, own, 1.0)
+                if apart:  # the next tile's may come
+                    mbarrier.arrive(q_emptied.index(which), count=1)
+            turn_phase = _await_turn(turn, turn_phase, which, turns)
+            scores = start_scores(tile, keys, k_filled, slot, phase, block_n, chunks, s_layout)
+            _pass_turn(turn, which, turns)
+            scores = warpgroup_mma_wait(0, [scores])
         if casting:
             factor = at_least(own * number(numbers[0].index(slot)))
             unit, less = number(numbers[1].index(slot)), number(numbers[2].index(slot))
@@ -217,8 +244,7 @@ def _attend(
             mbarrier.arrive(k_emptied.index(next_slot), count=1)
             slot, phase = next_slot, next_phase
         if not apart:
-            mbarrier.arrive(q_emptied.index(which), count=1)
-        q_phase ^= 1
+            mbarrier.arrive(q_emptied.index(own_copy), count=1)
         start = first + (blocks - 1) * block_n
         if (start < whole) | (start >= parted):
             scores = masked(scores, start, since, upto, left)
@@ -228,25 +254,48 @@ def _attend(
         turn_phase = _await_turn(turn, turn_phase, which, turns)
         mbarrier.wait(v_filled.index(slot), phase)
         sums = add_products(sums, p, decay, values, slot, part, parts, chunks_v, o_layout)
+        its_tile = told_slot
+        told_slot, told_phase = after(told_slot, told_phase, TILES_AHEAD)
+        next_slot, next_phase = after(slot, phase, stages)
+        next_copy, next_copy_phase = after(copy, copy_phase, copies)
+        if ahead:
+            more = is_told(board, told_slot, told_phase)
+            # after the last tile the last scores are computed again, and nothing reads them
+            its_copy = gl.where(more, next_copy, copy) * CONSUMERS + which
+            mbarrier.wait(q_filled.index(its_copy), gl.where(more, next_copy_phase, copy_phase))
+            tile = _rows_at(queries, its_copy, chunks)
+            its_slot, its_phase = gl.where(more, next_slot, slot), gl.where(more, next_phase, phase)
+            coming = start_scores(tile, keys, k_filled, its_slot, its_phase, block_n, chunks, s_layout)
         _pass_turn(turn, which, turns)
         mbarrier.arrive(v_emptied.index(slot), count=1)
-        slot, phase = after(slot, phase, stages)
+        slot, phase, copy, copy_phase = next_slot, next_phase, next_copy, next_copy_phase
 
+        # Read again, because registers are few.
+        batch, head, top, q_start, queries_here, _, _ = told(board, its_tile)
+        mbarrier.arrive(board[2].index(its_tile), count=1)
+        query = top + row
         total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, s_layout))
         empty = total < 1.0  # a row's greatest P is 2^8
-        if tiles is not None:  # where a sequence has no keys, what was read instead may be NaN
-            keyless = query * 0 + keys_here == 0
-            empty = empty | keyless
         share = unit / gl.where(empty, 1.0, total)
         logarithm = (peak - HEADROOM + gl.log2(gl.where(empty, 1.0, total))) * _LN_2
-        at = head_index.to(gl.int64) * seqlen_q if tiles is None else (batch * heads + head) * seqlen_q + sequence[2]
+        at = (batch * heads + head).to(gl.int64) * seqlen_q + q_start
         gl.store(lse + at + query, gl.where(empty, MINUS_INFINITY, logarithm), mask=query < queries_here)
         for i in gl.static_range(parts):
-            o = sums[i] * spread(share, sums[i])
-            if tiles is not None:
-                o = gl.where(spread(keyless, sums[i]), 0.0, o)
-            o = o.to(out.dtype.element_ty)
-            _store(out, o, at, top + which * ROWS, i * part, queries_here, head_dim_v, full_width)
+            o = (sums[i] * spread(share, sums[i])).to(out.dtype.element_ty)
+            store(out, o, at, top + which * ROWS, i * part, queries_here, head_dim_v, full_width)
+        if ahead:
+            scores = warpgroup_mma_wait(0, [coming])
+        else:
+            more = is_told(board, told_slot, told_phase)
+
+
+@gluon.jit
+def _rows_at(source, copy, chunks: gl.constexpr):
+    """A warpgroup's queries in shared memory, chunk by chunk."""
+    rows = ()
+    for chunk in gl.static_range(chunks):
+        rows = rows + (source.index(copy * chunks + chunk),)  # noqa: RUF005
+    return rows
 
 
 @gluon.jit
@@ -260,20 +309,6 @@ def _await_turn(turn, phase, which: gl.constexpr, turns: gl.constexpr):
 def _pass_turn(turn, which: gl.constexpr, turns: gl.constexpr):
     if turns:
         mbarrier.arrive(turn.index((which + 1) % CONSUMERS), count=1)
-
-
-@gluon.jit
-def _store(out, o, at, top, column, seqlen_q, head_dim_v, full_width: gl.constexpr):
-    """o as the rows of a head from ``top`` on and the columns from ``column`` on."""
-    across: gl.constexpr = min(o.shape[1] // 8, 16)
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
-    o = gl.convert_layout(o, layout)
-    row = top + gl.arange(0, o.shape[0], gl.SliceLayout(1, layout))
-    column += gl.arange(0, o.shape[1], gl.SliceLayout(0, layout))
-    inside = (row < seqlen_q)[:, None]
-    if not full_width:
-        inside = inside & (column < head_dim_v)[None, :]
-    gl.store(out + at * head_dim_v + row[:, None] * head_dim_v + column[None, :], o, mask=inside)
 
 
 @gluon.jit(
@@ -305,9 +340,12 @@ def triton_fp8_attention_forward_hopper(
     block_n: gl.constexpr = k.block_type.shape[0]
     block_d: gl.constexpr = k.block_type.shape[1]
     height: gl.constexpr = v.block_type.shape[0]
-    queries = gl.allocate_shared_memory(q.dtype, [CONSUMERS * chunks, ROWS, block_d], q.layout)
+    apart: gl.constexpr = casting and chunks * block_d <= _APART
+    parts: gl.constexpr = chunks_v * height // part
+    q_copies: gl.constexpr = _COPIES if tiles is not None and parts == 1 and not casting else 1
+    queries = gl.allocate_shared_memory(q.dtype, [q_copies * CONSUMERS * chunks, ROWS, block_d], q.layout)
     narrow = queries
-    if casting and chunks * block_d <= _APART:
+    if apart:
         narrow = gl.allocate_shared_memory(k.dtype, [CONSUMERS * chunks, ROWS, block_d], k.layout)
     keys = gl.allocate_shared_memory(k.dtype, [stages * chunks, block_n, block_d], k.layout)
     values = gl.allocate_shared_memory(v.dtype, [stages * chunks_v, height, block_n], v.layout)
@@ -318,8 +356,8 @@ def triton_fp8_attention_forward_hopper(
         gl.allocate_shared_memory(gl.float32, [stages, 1], one),
         gl.allocate_shared_memory(gl.float32, [stages, 1], one),
     )
-    q_filled = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    q_emptied = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    q_filled = gl.allocate_shared_memory(gl.int64, [q_copies * CONSUMERS, 1], mbarrier.MBarrierLayout())
+    q_emptied = gl.allocate_shared_memory(gl.int64, [q_copies * CONSUMERS, 1], mbarrier.MBarrierLayout())
     k_filled = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     k_emptied = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     v_filled = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
@@ -328,10 +366,11 @@ def triton_fp8_attention_forward_hopper(
     turn = q_filled
     if turns:
         turn = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(CONSUMERS):
+    for i in gl.static_range(q_copies * CONSUMERS):
         mbarrier.init(q_filled.index(i), count=1)
         mbarrier.init(q_emptied.index(i), count=1)
-        if turns:
+    if turns:
+        for i in gl.static_range(CONSUMERS):
             mbarrier.init(turn.index(i), count=1)
     for i in gl.static_range(stages):
         mbarrier.init(k_filled.index(i), count=1)
@@ -339,17 +378,17 @@ def triton_fp8_attention_forward_hopper(
         mbarrier.init(v_filled.index(i), count=1)
         mbarrier.init(v_emptied.index(i), count=CONSUMERS)
 
+    board = board_for(CONSUMERS)
     filled, emptied = (q_filled, k_filled, v_filled), (q_emptied, k_emptied, v_emptied)
     steps = (q_by_batch, q_by_head, q_aside, k_by_batch, k_by_head, k_aside)
     factor_steps = (q_factor_batch, q_factor_head, k_factor_batch, k_factor_head, v_factor_batch, v_factor_head)
-    parts: gl.constexpr = chunks_v * height // part
     given = (
         out, lse, q_factors, k_factors, v_factors, scale,
-        queries, narrow, keys, values, numbers, filled, emptied, turn, factor_steps,
-        seqlen_q, seqlen_kv, programs, section, low, high, heads, group, head_dim_v,
+        queries, narrow, keys, values, numbers, filled, emptied, board, turn, factor_steps,
+        seqlen_q, low, high, heads, group, head_dim_v,
     )  # fmt: skip
     brought = (
-        q, k, v, k_factors, v_factors, queries, keys, values, numbers, filled, emptied, steps, factor_steps,
+        q, k, v, k_factors, v_factors, queries, keys, values, numbers, filled, emptied, board, steps, factor_steps,
         seqlen_q, seqlen_kv, programs, section, low, high, heads, group, head_dim_v,
     )  # fmt: skip
     # Written out, because a tuple that has a name keeps no constants.

@@ -75,7 +75,7 @@ def launch(
         unequal and mask.alignment == "bottom-right",
     )  # fmt: skip
     tiles = spec.heads * extent.tiles(BLOCK_M)
-    grid = programs_of(tile, tiles, spec.seqlen_kv, _multiprocessors(device)), 1, 1
+    grid = programs_of(tile, tiles, None if unequal else spec.seqlen_kv, _multiprocessors(device)), 1, 1
     return Launch(triton_fp8_attention_forward_hopper, grid, constants, {"num_warps": 4, "maxnreg": even})
 
 
@@ -84,9 +84,12 @@ def part_of(tile: Tile, size_v: int) -> int:
     return min(chunks_of(size_v).width, padded_size(size_v) // tile.parts)
 
 
-def programs_of(tile: Tile, tiles: int, seqlen_kv: int, multiprocessors: int) -> int:
-    """One for each of so many ``tiles`` of queries where those are to be alone, else as many as run at once."""
-    alone = tile.alone_from is not None and seqlen_kv >= tile.alone_from
+def programs_of(tile: Tile, tiles: int, seqlen_kv: int | None, multiprocessors: int) -> int:
+    """One for each of so many ``tiles`` of queries where those are to be alone, else as many as run at once.
+
+    Those of a table (``seqlen_kv`` None) are dealt by a counter, which balances them better.
+    """
+    alone = tile.alone_from is not None and seqlen_kv is not None and seqlen_kv >= tile.alone_from
     return tiles if alone else min(tiles, multiprocessors)
 
 

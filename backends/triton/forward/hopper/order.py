@@ -4,12 +4,29 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ...tile_rows import ROW
+from ...tile_rows import DRAWN, ENDED, ROW
 
-__all__ = ["after", "blocks_of", "sequence_at", "span_of_keys", "tile_at"]
+__all__ = [
+    "TILES_AHEAD",
+    "after",
+    "blocks_of",
+    "board_for",
+    "bounds",
+    "end",
+    "following",
+    "is_told",
+    "span_of_keys",
+    "tell",
+    "tile_at",
+    "told",
+]
 
+TILES_AHEAD = gl.constexpr(3)  # of which the loading warp may have told
+_TOLD = gl.constexpr(8)  # numbers of a tile: whether there is one, and the first seven of ``tile_at``
 _ROW = gl.constexpr(ROW.value)
+_DRAWN, _ENDED = gl.constexpr(DRAWN.value), gl.constexpr(ENDED.value)
 
 
 @gluon.jit
@@ -19,38 +36,114 @@ def blocks_of(seqlen_q, tiles, block_m: gl.constexpr):
 
 
 @gluon.jit
-def tile_at(place, blocks, programs, section, backwards: gl.constexpr):
-    """(batch · heads + head, block of queries) at ``place``: even rounds of programs go up, odd ones down.
+def tile_at(place, order, block_m: gl.constexpr, backwards: gl.constexpr):
+    """The tile at ``place`` of the order: batch entry, head, first query, where its queries start and their number, the
+    same of its keys, V's slot.
 
-    ``backwards``: a head's last blocks come first, as the table of ``tile_map`` has them anyway.
+    Where all lengths are alike even rounds of programs go up, odd ones down, and with ``backwards`` a head's last
+    blocks come first, as the table has them anyway.
     """
+    tiles, blocks, programs, section, seqlen_q, seqlen_kv, heads = order
     first, programs_at_once = gl.program_id(0), gl.num_programs(0)
-    before = place - first
-    whole = before + programs_at_once <= blocks * programs
-    back = whole & ((before // programs_at_once) % 2 == 1)
-    place = gl.where(back, before + programs_at_once - 1 - first, place)
+    if tiles is None:
+        before = place - first
+        whole = before + programs_at_once <= blocks * programs
+        back = whole & ((before // programs_at_once) % 2 == 1)
+        place = gl.where(back, before + programs_at_once - 1 - first, place)
     before = place // (section * blocks) * section
     width = gl.minimum(section, programs - before)
     place -= before * blocks
-    block = place // width
-    if backwards:  # the last queries see the most keys, and start first
-        block = blocks - 1 - block
-    return before + place % width, block
+    block, head = place // width, before + place % width
+    if tiles is None:
+        if backwards:  # the last queries see the most keys, and start first
+            block = blocks - 1 - block
+        found = head // heads, head % heads, block * block_m, 0, seqlen_q, 0, seqlen_kv, 0
+    else:
+        row = tiles + (1 + block) * _ROW
+        found = (
+            gl.load(row), head, gl.load(row + 1), gl.load(row + 2), gl.load(row + 3), gl.load(row + 4),
+            gl.load(row + 5), gl.load(row + 7),
+        )  # fmt: skip
+    return found
 
 
 @gluon.jit
-def sequence_at(tiles, block, low, high, aligned: gl.constexpr):
-    """A row of the table, and its sequence's own ``low`` and ``high``.
+def following(place, tiles):
+    """A program's next place: of a table's the first that no program has drawn, else that of the next round.
 
-    (batch entry, first query, where its queries start and their number, the same of its keys, V's slot, low, high).
+    A table's tiles are too unequal for rounds.
     """
-    row = tiles + (1 + block) * _ROW
-    queries, keys = gl.load(row + 3), gl.load(row + 5)
+    drawn = gl.num_programs(0)
+    return place + drawn if tiles is None else drawn + gl.atomic_add(tiles + _DRAWN, 1)
+
+
+@gluon.jit
+def end(tiles):
+    """The last program that ends leaves the table as it was."""
+    if tiles is not None:  # noqa: SIM102 (where all lengths are alike there is no branch)
+        if gl.atomic_add(tiles + _ENDED, 1) == gl.num_programs(0) - 1:
+            gl.store(tiles + _DRAWN, 0)
+            gl.store(tiles + _ENDED, 0)
+
+
+@gluon.jit
+def board_for(readers: gl.constexpr):
+    """Shared memory in which the loading warp tells so many others of tiles: numbers, barriers of told and of read."""
+    one: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
+    numbers = gl.allocate_shared_memory(gl.int32, [TILES_AHEAD * _TOLD, 1], one)
+    told = gl.allocate_shared_memory(gl.int64, [TILES_AHEAD, 1], mbarrier.MBarrierLayout())
+    read = gl.allocate_shared_memory(gl.int64, [TILES_AHEAD, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(TILES_AHEAD):
+        mbarrier.init(told.index(i), count=1)
+        mbarrier.init(read.index(i), count=readers)
+    return numbers, told, read
+
+
+@gluon.jit
+def tell(board, slot, phase, there, tile):
+    """The loading warp tells the others of its next tile, or that there is none."""
+    numbers, told, read = board
+    mbarrier.wait(read.index(slot), phase)
+    _set(numbers.index(slot * _TOLD), there)
+    for i in gl.static_range(_TOLD - 1):
+        _set(numbers.index(slot * _TOLD + 1 + i), tile[i])
+    fence_async_shared()
+    mbarrier.arrive(told.index(slot), count=1)
+
+
+@gluon.jit
+def _set(place, x):
+    place.store(gl.full([1], x, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
+def is_told(board, slot, phase):
+    """Whether there is another tile."""
+    mbarrier.wait(board[1].index(slot), phase)
+    return _number(board, slot, 0) == 1
+
+
+@gluon.jit
+def _number(board, slot, which: gl.constexpr):
+    """For four warps."""
+    return gl.max(board[0].index(slot * _TOLD + which).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def told(board, slot):
+    """The first seven numbers of the tile that ``is_told`` spoke of."""
+    found = ()
+    for i in gl.static_range(_TOLD - 1):
+        found = found + (_number(board, slot, 1 + i),)  # noqa: RUF005
+    return found
+
+
+@gluon.jit
+def bounds(low, high, queries, keys, aligned: gl.constexpr):
+    """A sequence's own ``low`` and ``high``."""
     if aligned:
         low, high = low + keys - queries, high + keys - queries
-    return (
-        gl.load(row), gl.load(row + 1), gl.load(row + 2), queries, gl.load(row + 4), keys, gl.load(row + 7), low, high
-    )  # fmt: skip
+    return low, high
 
 
 @gluon.jit

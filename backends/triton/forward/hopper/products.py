@@ -1,4 +1,6 @@
-"""The matrix products of the Hopper kernel: Q·Kᵀ in chunks of the head dimension, P·V in parts of V's columns."""
+"""The matrix products of the Hopper kernel, Q·Kᵀ in chunks of the head dimension and P·V in parts of V's columns, and
+what becomes of those.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from .softmax import ROWS, spread
 
-__all__ = ["add_products", "start_scores"]
+__all__ = ["add_products", "start_scores", "store"]
 
 
 @gluon.jit
@@ -56,3 +58,17 @@ def add_products(
         product = following
     product = warpgroup_mma_wait(0, [product])
     return added + (_added(sums[parts - 1], product, decay),)  # noqa: RUF005
+
+
+@gluon.jit
+def store(out, o, at, top, column, seqlen_q, head_dim_v, full_width: gl.constexpr):
+    """o as the rows of a head from ``top`` on and the columns from ``column`` on."""
+    across: gl.constexpr = min(o.shape[1] // 8, 16)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
+    o = gl.convert_layout(o, layout)
+    row = top + gl.arange(0, o.shape[0], gl.SliceLayout(1, layout))
+    column += gl.arange(0, o.shape[1], gl.SliceLayout(0, layout))
+    inside = (row < seqlen_q)[:, None]
+    if not full_width:
+        inside = inside & (column < head_dim_v)[None, :]
+    gl.store(out + at * head_dim_v + row[:, None] * head_dim_v + column[None, :], o, mask=inside)

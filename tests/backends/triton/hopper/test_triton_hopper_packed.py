@@ -92,6 +92,18 @@ def test_each_sequence_is_answered_as_if_it_were_alone(
         assert all(torch.equal(x, y) for x, y in zip(found, alone, strict=True))
 
 
+def test_programs_leave_a_table_as_it_was() -> None:
+    """They draw its tiles, and the next launch draws them again."""
+    batch = Documents(((130, 130), (3, 3)), Mask(right=0), heads=(2, 1), head_dim=64, head_dim_v=64)
+    (q, k, v, _), lengths, spec = batch.together(batch.parts())
+    forward = TritonForward("fp8-head", PERSISTENT)
+    operands = forward.prepare(Inputs(q, k, v, lengths), spec)
+    first, again = forward.run(operands), forward.run(operands)
+    assert torch.equal(first.out, again.out)
+    assert torch.equal(first.lse, again.lse)
+    assert operands.native.tiles[0, :3].tolist() == [3, 0, 0]
+
+
 @pytest.mark.parametrize(("lengths", "mask", "tile", "name"), CASES[:2], ids=lambda x: str(x)[:30])
 def test_each_sequence_has_the_gradients_that_it_has_alone(
     lengths: tuple[tuple[int, int], ...], mask: Mask, tile: Tile, name: str
@@ -120,7 +132,9 @@ def test_what_is_not_finite_stays_in_its_sequence() -> None:
 def test_queries_without_keys_are_answered_with_zeros_whatever_lies_in_their_slot_of_values(head_dim_v: int) -> None:
     """The kernel reads one block of a sequence that has none, with weights of 0."""
     batch = Documents(((70, 70), (30, 0)), Mask(), head_dim=64, head_dim_v=head_dim_v)
-    whole, lengths, spec = batch.together(batch.parts())
+    parts = batch.parts()
+    parts[1][0].fill_(torch.nan)
+    whole, lengths, spec = batch.together(parts)
     forward = TritonForward("fp8", PERSISTENT)
     operands = forward.prepare(Inputs(*whole[:3], lengths), spec)
     values = operands.native.given.v

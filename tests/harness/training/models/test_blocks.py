@@ -1,5 +1,6 @@
 """Checkpointing and compilation change what is kept and how it is run, and no gradient."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from small_training import gradients
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 from attnbench.harness.training.config import TrainConfig
 from attnbench.harness.training.models.blocks import checkpoint_blocks, compile_blocks
@@ -56,6 +58,22 @@ def test_blocks_are_compiled_whole_and_once(attention: str, checkpointing: bool)
     assert counter.frame_count == 1  # two blocks alike, no graph break
     for name, gradient in before.items():
         torch.testing.assert_close(after[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_what_transformer_engine_checkpoints_is_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its function switches the compiler off, as this one does."""
+    te = SimpleNamespace(checkpoint=torch._disable_dynamo(checkpoint))
+    monkeypatch.setattr("attnbench.harness.training.models.blocks.transformer_engine", lambda: te)
+    plain, compiled = (build(CONFIG, "cpu") for _ in range(2))
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compile_blocks(compiled.blocks, backend=counter, within=True)  # type: ignore[arg-type]
+    checkpoint_blocks(compiled.blocks, te=True)
+    before, after = gradients(plain), gradients(compiled)
+    assert counter.frame_count == 1
+    for name, gradient in before.items():
+        torch.testing.assert_close(after[name], gradient, rtol=1e-4, atol=1e-6)
+    assert kept(compiled) < 0.6 * kept(plain)
 
 
 def test_config_decides(monkeypatch: pytest.MonkeyPatch) -> None:

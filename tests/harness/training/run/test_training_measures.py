@@ -2,6 +2,7 @@
 
 import math
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,18 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from attnbench import AttentionSpec, Mask
+from attnbench.errors import BreachWarning
+from attnbench.guarding.guard import Guard
+from attnbench.harness.training.config import TrainConfig
 from attnbench.harness.training.models.attention import AttentionCore
+from attnbench.harness.training.report.summary import report
 from attnbench.harness.training.run import warning_signs
 from attnbench.harness.training.run.attention_share import share_of_attention
 from attnbench.harness.training.run.loop import LoopOptions, train, warm_up_steps
 from attnbench.harness.training.run.parallel import Ranks
+from attnbench.harness.training.run.session import Session, plan_runs
 from attnbench.harness.training.run.step_clock import StepClock
+from attnbench.harness.training.run.trainable import build
 from attnbench.harness.training.run.warning_signs import kurtosis, score_gradients, signs_of, underflow
 
 CPU = torch.device("cpu")
@@ -197,3 +204,22 @@ def test_the_clock_times_the_step_and_not_what_lies_between(monkeypatch: pytest.
     assert (first.ms, second.ms) == pytest.approx((50, 10))
     assert [(each.step, each.loss, each.grad_norm) for each in (first, second)] == [(0, 1.0, 2.0), (1, 2.0, 2.0)]
     assert clock.ended(all=True) == []
+
+
+@pytest.mark.parametrize(("bound", "found"), [(None, 0), (1e-4, 3)])
+def test_a_guard_checks_attention_where_the_signs_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: float | None, found: int
+) -> None:
+    """As it would be if the plan were to keep ``bound``."""
+    bounded = "attnbench.harness.training.run.loop.Guard"
+    monkeypatch.setattr(bounded, lambda every, _, *others: Guard(every, bound, *others))
+    config = TrainConfig.make(size="tiny", seqlen=64, batch=1, steps=4, attention="emulated:fp8")
+    with (
+        Session(tmp_path, Ranks(torch.device("cpu"))) as session,
+        pytest.warns(BreachWarning) if found else nullcontext(),
+    ):
+        (row,) = session.run(plan_runs(config, None, 1), build, lambda row: None)
+    assert [sign.checks for sign in row.signs] == [2, 2, 2]
+    assert [sign.breaches > 0 for sign in row.signs] == [found > 0] * 3
+    found = sum(sign.breaches for sign in row.signs)
+    assert f"a guard found {found} breaches in 6 checks" in " ".join(report([row], "text").split())
