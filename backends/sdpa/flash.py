@@ -29,7 +29,7 @@ from attnbench.problem.spec import AttentionSpec
 from ..common.cuda_limits import cuda_refusals
 from ..common.declared_errors import DECLARED_GRADIENT_ERROR
 from ..common.each_sequence import answer_each, derive_each, prepare_each
-from ..common.full_fp32 import full_fp32
+from ..common.full_fp32 import full_fp32, shortened
 from ..common.installed import torch_availability
 from ..common.layout import aligned, whole_gradients
 from ..common.mask_tensor import MAX_SCORES, dense_mask
@@ -86,11 +86,15 @@ def _whole_on_cpu(causal: bool, spec: AttentionSpec) -> Whole:
     single, scale = spec.dtype == "fp32", spec.scale
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v = _readable(q), _readable(k), _readable(v)
-        with full_fp32(q) if single else _NOTHING:
-            found: tuple[Tensor, Tensor] = torch._scaled_dot_product_flash_attention_for_cpu(
-                q, k, v, 0.0, causal, scale=scale
-            )
+        if single and shortened():
+            with full_fp32(q):
+                return operate(q, k, v)
+        return operate(q, k, v)
+
+    def operate(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = torch._scaled_dot_product_flash_attention_for_cpu(
+            _readable(q), _readable(k), _readable(v), 0.0, causal, scale=scale
+        )
         return found
 
     return attend
@@ -102,7 +106,7 @@ def _cpu_mask(spec: AttentionSpec, q: Tensor) -> Tensor | None:
 
 def _readable(x: Tensor) -> Tensor:
     """x (B, H, S, D) as the CPU's operator reads it: rows are contiguous."""
-    return x if x.stride(-1) == 1 else aligned(x, x.element_size())
+    return x if x.stride()[3] == 1 else aligned(x, x.element_size())
 
 
 @lru_cache(maxsize=16)
