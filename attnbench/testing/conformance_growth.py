@@ -35,6 +35,9 @@ _MARGINS = {"normal": 1.15, "biased-v": 1.25, "outlier": 1.5}
 _HARDER = ("outlier",)  # for exact attention on quantised tensors too: of more tokens the largest are larger
 # Errors of so much of what the other checks allow cost no choice, however they grow.
 _NO_MATTER, _NO_MATTER_WIDE = 0.25, 1.0
+# On an H200 the outputs of sdpa-efficient:fp32 grew from 1.1e-6 to 6.4e-6 from 2k to 32k keys with outliers, and dQ of
+# the reference from 0.9e-6 to 4e-6: as rounding errors that add up at random, by the root of their number.
+_FP32_SUMS = 2**0.5
 
 
 def why_not_long(subject: Subject) -> str | None:
@@ -76,6 +79,8 @@ def check_growth(subject: Subject, spec: AttentionSpec) -> str | None:
     """The errors of each tensor with a sixteenth and a quarter of the spec's tokens, and with all of them."""
     growth, few = subject.registry.error_growth(subject.plan), _FEW[subject.device.type]
     assert growth is not None, "long_specs names no spec of others"
+    if spec.dtype == "fp32":  # results in 16 bits are rounded more coarsely than what a sum in FP32 loses
+        growth = max(growth, _FP32_SUMS)
     share, fastest = _NO_MATTER if subject.plan.fp8 else _NO_MATTER_WIDE, 0.0
     for family, margin in _MARGINS.items():
         first: dict[TensorName, _Error] = {}
