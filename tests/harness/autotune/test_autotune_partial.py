@@ -1,10 +1,8 @@
 """A spec of which time reached some plans: kept if what ran before is one of them, and completed by the next one."""
 
-from datetime import datetime, timezone
-
 import paced
 import pytest
-from flat import measurement
+import tunable
 from paced import spec
 from planted import CPU, setup
 from tunable import BREAKS, FAST, FP8, SLOW, entries, measuring_nothing, own_path, replayed, tensors
@@ -15,7 +13,6 @@ from attnbench.harness.autotune import run as tuning
 from attnbench.harness.autotune.observed_specs import ObservedSpec, ObservedSpecs
 from attnbench.harness.autotune.tuning import tuning_task
 from attnbench.harness.results.condense import condense
-from attnbench.kernels.plan import Plan
 from attnbench.tables.table import Table
 
 HERE = setup(paced.SOURCE)
@@ -26,17 +23,7 @@ pytestmark = pytest.mark.usefixtures("planted")
 
 
 def row(plan, call_ms=None, length=64, fp8_error=0.05):
-    """A row of the plan; without a time of one that gave no answer."""
-    numbers = {
-        "time_ms": dict.fromkeys(("kernel", "prepared", "call"), [call_ms] * 5),
-        "error": {family: {"out": fp8_error if plan == FP8 else 0.002} for family in ("normal", "outlier")},
-        "bound": 0.1, "declared_error": 0.05, "truth": "fp64", "timer": "perf_counter", "drawn_on": "cpu",
-    }  # fmt: skip
-    ended = {"status": "ok", **numbers} if call_ms else {"status": "timeout", "reason": "no answer within 5 s"}
-    return measurement(
-        case=str(spec(length)), spec=spec(length), plan=Plan(plan), environment=HERE.environment,
-        started=datetime.now(timezone.utc), **ended,
-    )  # fmt: skip
+    return tunable.row(spec(length), plan, call_ms, fp8_error if plan == FP8 else 0.002)
 
 
 def tuned_by(monkeypatch, *rows, seconds=60, **how):

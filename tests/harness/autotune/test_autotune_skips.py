@@ -10,12 +10,11 @@ from tunable import FAST, SLOW, replayed, rows_of, tensors
 
 import attnbench
 from attnbench import attention, use_backend
-from attnbench.dispatch.memory import executions, listening
+from attnbench.dispatch.memory import listening
 from attnbench.errors import InputError, MisuseError, OutputError, UnknownBackendError
 from attnbench.harness.autotune import run as tuning
 from attnbench.harness.autotune.tuning import shortage
 from attnbench.harness.measure.setup import INSTALLED
-from attnbench.kernels.execution import Execution
 from attnbench.kernels.plan import Plan
 from attnbench.kernels.registry import registry
 
@@ -83,15 +82,6 @@ def test_a_program_that_fails_is_not_measured(unmeasured):
     assert listening.active is None
     with attnbench.autotune(0):  # the place is free
         pass
-
-
-def test_calls_are_counted_only_while_it_is_open(unmeasured):
-    attention(*tensors())
-    with attnbench.autotune(0):
-        attention(*tensors())
-        assert type(next(iter(executions.entries.values()))) is not Execution
-    attention(*tensors())
-    assert [type(each) for each in executions.entries.values()] == [Execution]
 
 
 def test_a_compiled_program_is_seen_and_not_compiled_anew(unmeasured, compiled_anew):

@@ -19,7 +19,6 @@ from attnbench.harness.capture.file import (
     tensor_shapes,
     write_captured,
 )
-from attnbench.harness.cases.case import Case
 from attnbench.harness.cases.file import read_captured_cases, read_cases
 from attnbench.harness.cases.inputs import draw
 from attnbench.problem.dtypes import TO_TORCH
@@ -169,11 +168,6 @@ def test_a_yaml_file_names_it_beside_other_families(acts):
         read_cases(cases, "fp8")
 
 
-def test_text_alone_is_no_captured_family():
-    with pytest.raises(InputError, match="captured:FILE"):
-        Case("a", SPEC, ("captured:acts.safetensors@01234567#0",))
-
-
 def content(index, tensors):
     return save(tensors, {KEY: json.dumps(index)})
 
@@ -226,14 +220,6 @@ def test_a_corrupt_file_or_one_that_lies_is_malformed(acts, kind):
     with pytest.raises(MalformedFileError, match=said) as caught:
         read_captured(acts)
     assert str(caught.value).startswith(f"{acts}: expected ")
-
-
-def test_no_file_and_no_regular_file(tmp_path):
-    with pytest.raises(MalformedFileError, match="No such file"):
-        read_captured(tmp_path / "none.safetensors")
-    for path in (tmp_path, tmp_path.__class__("/dev/zero")):
-        with pytest.raises(MalformedFileError, match="expected a file, not"):
-            read_captured(path)
 
 
 @given(st.binary(max_size=300), st.integers(0, 200))

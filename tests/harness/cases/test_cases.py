@@ -5,10 +5,9 @@ import itertools
 import pytest
 
 from attnbench.errors import InputError, MalformedFileError
-from attnbench.harness.cases.case import SWEEP_DTYPES, Case, admits, tensor_dtype
+from attnbench.harness.cases.case import Case, tensor_dtype
 from attnbench.harness.cases.file import read_cases
 from attnbench.harness.cases.presets import PRESETS, preset_cases
-from attnbench.kernels.plan import Plan
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 
@@ -22,16 +21,6 @@ def test_presets_hold_different_specs_of_the_right_type(name, device):
     assert len({case.spec for case in cases}) == len({case.name for case in cases}) == len(cases) > 0
     assert {case.spec.dtype for case in cases} == {"bf16"}
     assert {case.spec.dtype for case in preset_cases(name, "fp32", device)} == {"fp32"}
-
-
-def test_quick_looks_both_ways_and_at_every_kind():
-    for device in ("cpu", "cuda"):
-        specs = [case.spec for case in preset_cases("quick", "fp8", device)]
-        assert {spec.direction for spec in specs} == {"forward", "training"}
-        assert {spec.mask.kind for spec in specs} == {"none", "causal"}
-        assert any(spec.group > 1 for spec in specs)
-        assert {64, 128} <= {spec.head_dim for spec in specs}
-    assert all(case.spec.flops < 3e9 for case in preset_cases("quick", "fp8", "cpu"))
 
 
 @pytest.mark.parametrize(("name", "direction"), [("inference", "forward"), ("training", "training")])
@@ -61,12 +50,6 @@ def test_no_such_preset_or_dtype():
         preset_cases("fast", "fp8", "cpu")
     with pytest.raises(InputError, match="fp8, bf16, fp16, fp32"):
         tensor_dtype("int4")
-
-
-def test_fp8_plans_are_opted_into():
-    narrow, wide = Plan("fa3:fp8", "fa4:bf16"), Plan("fa3:bf16")
-    assert [admits(dtype, narrow) for dtype in SWEEP_DTYPES] == [True, False, False, False]
-    assert all(admits(dtype, wide) for dtype in SWEEP_DTYPES)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,11 @@
 """Which rows a gate takes, how far apart it takes two runs to be, and its rounds as a later gate's base."""
 
-import statistics
-
 import pytest
 import torch
-from compared import QUICK, results, row, times
+from compared import results, row, times
 
 from attnbench.harness.compare.gate.rounds import read_rounds, rounds_of, rounds_text
-from attnbench.harness.compare.gate.rows import MOST_ROWS, brief_timer, choose_rows, gate_rows, repeatable
-from attnbench.harness.compare.pairs import rows_of
+from attnbench.harness.compare.gate.rows import brief_timer, choose_rows, gate_rows, repeatable
 from attnbench.harness.compare.terms import Terms
 from attnbench.harness.measure.timing import Timer
 from attnbench.problem.spec import AttentionSpec
@@ -33,18 +30,6 @@ def test_the_fastest_accurate_plans_of_both_precisions_come_first_and_then_the_c
     names = [str(each.plan) for each in choose_rows(known)]
     assert names == ["fa3:fp8", "fa3:bf16", "sdpa-cudnn:bf16", "sage:fp8"]
     assert [str(each.plan) for each in choose_rows(known, 3)] == names[:3]
-
-
-def test_of_the_committed_rows_twenty_are_taken_and_the_fastest_of_each_case_among_them():
-    known = rows_of(QUICK)
-    taken = choose_rows(known)
-    assert len(taken) == MOST_ROWS
-    eligible = [each for each in known.values() if each.status == "ok" and not each.emulated and repeatable(each)]
-    for case in {each.case for each in eligible}:
-        fastest = min(
-            (each for each in eligible if each.case == case), key=lambda each: statistics.median(each.time_ms["call"])
-        )
-        assert fastest.key in {each.key for each in taken}
 
 
 def test_a_first_look_takes_one_visit_where_a_sweep_takes_two():

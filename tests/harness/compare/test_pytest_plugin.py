@@ -64,6 +64,9 @@ def test_other_times(attention_benchmark, monkeypatch):
     monkeypatch.setattr(Stats, "update", lambda self, duration: kept(self, 2 * duration))
     attention_benchmark("planted:bf16", SPEC, device="cpu")
 
+def test_late(benchmark, request):  # when pytest-benchmark cannot be told any more
+    request.getfixturevalue("attention_benchmark")
+
 def test_twice(attention_benchmark):
     attention_benchmark("planted:bf16", SPEC, device="cpu")
     attention_benchmark("planted:bf16", SPEC, device="cpu")
@@ -206,12 +209,13 @@ def test_what_goes_wrong_fails_its_own_test_with_the_reason(outcomes: dict[str, 
         "test_optional": f"skipped: {refusal}",
         "test_unknown": "failure: attnbench.errors.UnknownBackendError: no forward kernel is named 'planted:bf61'",
         "test_other_times": "failure: attnbench.errors.AttnbenchError: pytest-benchmark ",
+        "test_late": "failure: attnbench.errors.MisuseError",
         "test_twice": "failure: pytest_benchmark.fixture.FixtureAlreadyUsed",
     }
     for name, outcome in outcomes.items():
         assert outcome.startswith(expected[name]) if name in expected else not outcome, (name, outcome)
     assert expected.keys() <= outcomes.keys()
-    assert len(outcomes) == 18
+    assert len(outcomes) == 19
 
 
 def test_a_plan_that_does_not_exist_is_shown_at_the_test_s_own_line(measured: Path) -> None:

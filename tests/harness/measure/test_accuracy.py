@@ -1,6 +1,5 @@
 """Errors are numbers against the truth, and nothing that is not finite slips through."""
 
-import json
 import math
 from dataclasses import astuple
 
@@ -10,7 +9,6 @@ from dense import dense_attention, dense_gradients
 from hypothesis import given
 from hypothesis import strategies as st
 from planted import FakeForward, healthy
-from pydantic import TypeAdapter, ValidationError
 
 from attnbench.errors import AttnbenchError
 from attnbench.harness.cases.inputs import draw
@@ -48,12 +46,6 @@ def answers(spec: AttentionSpec) -> dict[str, torch.Tensor]:
 
 def errors_of(truth: Truth, values: dict[str, torch.Tensor]) -> dict[str, float]:
     return {name: each.error for name, each in truth.judge(values).items()}
-
-
-@given(st.floats(-3, 3), st.integers(0, 2**32))
-def test_scaling_the_answer_is_an_error_of_the_scale_minus_one(scale, seed):
-    truth = torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    assert relative_l2(truth * scale, truth) == pytest.approx(abs(scale - 1), abs=1e-12)
 
 
 def test_something_against_nothing_is_infinite_and_nothing_against_nothing_is_right():
@@ -216,15 +208,6 @@ def test_a_truth_of_zeros_makes_no_nan():
     assert unit.detail.bias == 0.0
 
 
-def test_judging_leaves_the_value_alone_and_does_not_mind_its_strides():
-    truth = normal(2, 3, 5, 4)
-    value = (truth * 1.01).permute(2, 0, 3, 1).contiguous().permute(1, 3, 0, 2)
-    before = value.clone()
-    assert not value.is_contiguous()
-    assert judge_tensor("out", value, truth) == judge_tensor("out", value.contiguous(), truth)
-    assert torch.equal(value, before)
-
-
 def test_one_key_leaves_no_gradient_and_a_kernel_is_not_blamed_for_the_rounding_of_zero():
     spec = SPEC.replace(seqlen_q=5, seqlen_kv=1, mask=Mask())
     inputs = draw(spec, "normal", CPU)
@@ -239,26 +222,6 @@ def test_one_key_leaves_no_gradient_and_a_kernel_is_not_blamed_for_the_rounding_
     floor = truth.exact_on(operands)
     assert all(each.error < 0.2 for judge in (truth.judge, floor.judge) for each in judge(values).values())
     assert truth.judge({"dq": inputs.q})["dq"].error > 0.5
-
-
-def test_detail_is_written_as_json_and_read_back_strictly():
-    adapter = TypeAdapter(Detail)
-    for detail in (Detail(20.5, 0.1, math.inf, -0.25, 3), Detail(None, 0.0, 0.0, math.inf, 0)):
-        text = adapter.dump_json(detail)
-        assert b"Infinity" in text
-        assert b"NaN" not in text
-        assert adapter.validate_json(text) == detail
-    good = json.loads(adapter.dump_json(Detail(20.5, 0.1, 0.2, -0.25, 3)))
-    for change in (
-        {"extra": 1},
-        {"worst_row": -1.0},
-        {"worst_row": "0.5"},
-        {"nonfinite": 1.5},
-        {"bias": None},
-        {"sqnr_db": math.nan},
-    ):
-        with pytest.raises(ValidationError):
-            adapter.validate_json(json.dumps(good | change))
 
 
 def test_own_errors_are_those_against_dense_attention_on_the_operands():

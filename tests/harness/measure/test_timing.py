@@ -62,10 +62,6 @@ def test_a_visit_takes_its_time_and_one_sample_at_least(clocked, each, count):
     assert clock.calls == count + 1
 
 
-def test_a_call_that_takes_no_time_at_all_ends(clocked):
-    assert 1 <= len(timer().take(clocked(0.0)).device_ms) < 1000
-
-
 def test_a_call_beyond_all_patience_runs_once_and_is_its_own_warm_up(clocked):
     clock = clocked(0.2, 100.0)
     assert timer(patience=0.1).take(clock).device_ms == pytest.approx([200])
@@ -85,14 +81,6 @@ def test_the_record_says_what_a_sample_is(monkeypatch):
     assert timer().conditions == "perf_counter, caches warm, OMP_WAIT_POLICY passive"
     monkeypatch.setenv("OMP_WAIT_POLICY", "x" * 1000)
     assert len(timer().conditions) <= 200
-
-
-def test_every_kind_of_device_has_limits_that_can_be_kept():
-    for kind in ("cpu", "cuda"):
-        chosen = Timer.for_device(torch.device(kind))
-        assert 0 < chosen.visit < chosen.limit
-        assert chosen.fewest * chosen.visit < chosen.limit
-        assert 0 < chosen.narrow < 0.03  # the change that a comparison is to find
 
 
 @given(host=st.floats(1e-5, 8e-3), device=st.floats(1e-5, 8e-3), before=st.floats(0, 1))

@@ -1,6 +1,5 @@
 """The race of a case's plans: whoever wins is timed and judged, and all others have a row that says why not."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -193,15 +192,3 @@ def test_a_worker_that_dies_under_a_first_look_costs_that_plan_alone(shop, paces
     rows = raced([QUICK, SLOW, EXACT])
     assert rows[EXACT].status == "crashed"
     assert rows[QUICK].status == rows[SLOW].status == "ok"
-
-
-def test_the_passes_of_a_plan_that_was_never_called_are_its_time_in_a_table(shop, paces):
-    rows = raced([QUICK, SLOW, EXACT])
-    slow = rows[SLOW]
-    passes = {"prepared": [4.0], "backward": [3.0]}
-    never = slow.model_copy(
-        update={"performance_": slow.performance.model_copy(update={"time_ms": passes, "visits": {}})}
-    )
-    (entry,) = condense([never])
-    assert (entry.time_ms, entry.spread_ms) == (7.0, None)
-    assert math.isclose(sum(map(sum, passes.values())), 7.0)

@@ -134,12 +134,6 @@ def test_a_case_too_large_for_the_machine_costs_its_own_rows(rows):
     assert rows["training", "wide:bf16>wide:bf16"].status == "ok"
 
 
-def test_a_sweep_of_a_wider_type_leaves_fp8_out():
-    case = Case("wide", FORWARD.spec.replace(dtype="fp32"))
-    tasks = {str(task.plan): task.status for task in tasks_of([case], healthy(), CPU, "fp32")}
-    assert tasks == dict.fromkeys(["wide:bf16", "picky:fp32"], "ok")
-
-
 @pytest.mark.parametrize(
     ("names", "forward", "training"),
     [
@@ -171,11 +165,6 @@ def test_names_keep_plans(names, forward, training):
 def test_unknown_names_are_said(name):
     with pytest.raises(UnknownBackendError):
         tasks_of([FORWARD], healthy(), CPU, "fp8", [name])
-
-
-def test_nothing_left_to_measure_is_misuse():
-    with pytest.raises(MisuseError, match="small:fp8"):
-        tasks_of([FORWARD], healthy(), CPU, "bf16", ["small:fp8"])
 
 
 def test_events_count_and_rows_are_on_disk_when_they_are_told(tmp_path, shop):
@@ -228,20 +217,6 @@ def test_devices_share_the_cases(tmp_path):
     doing = [event.doing for event in events if isinstance(event, Started)]
     first = [each.phase for each in doing].index("judging")
     assert len({each.case for each in doing[: first + 1]}) == 2  # two cases had begun before one was through
-
-
-def test_rows_are_condensed_to_what_is_chosen_by(rows):
-    entries = {(str(entry.plan), entry.spec): entry for entry in condense(rows.values())}
-    assert len(entries) == len(rows)
-    row = rows["training", "small:fp8>wide:bf16"]
-    entry = entries["small:fp8>wide:bf16", TRAINING.spec]
-    samples = sorted(row.time_ms["call"])
-    assert samples[0] <= entry.time_ms <= samples[-1]
-    assert 0 <= entry.spread_ms <= samples[-1] - samples[0]
-    assert set(entry.errors) == {"normal", "outlier"}
-    refused = entries["absent:fp8>wide:bf16", TRAINING.spec]
-    assert (refused.status, refused.time_ms, refused.spread_ms, refused.errors) == ("unavailable", None, None, {})
-    assert "not installed" in refused.reason
 
 
 @pytest.mark.parametrize("worst", ["out", "dq", "dk", "dv"])

@@ -88,14 +88,6 @@ def test_what_is_raised_is_one_line_and_costs_no_process(worker, name, status, r
     assert (worker.alive, worker.generation) == (True, generation)
 
 
-def test_a_method_or_plan_that_does_not_exist_is_an_error(worker):
-    asked(worker, "fine")
-    for arguments in (("nothing_of_the_kind",), ("sample", plan("raises"))):
-        with pytest.raises(LostError) as raised:
-            worker.ask(*arguments, seconds=PATIENCE)
-        assert (raised.value.status, raised.value.died) == ("error", False)
-
-
 def test_what_is_printed_stays_out_of_the_sweep_and_of_the_log(worker, capfd):
     asked(worker, "fine")
     for name in ("writes", "chats", "prints"):
@@ -149,15 +141,6 @@ def test_a_segmentation_fault_says_where(worker):
     assert "was killed by SIGSEGV" in found.reason
     assert "Fatal Python error: Segmentation fault" in found.reason
     assert "string_at" in found.reason
-
-
-def test_binary_garbage_in_the_last_words_is_text_of_one_line(worker):
-    found = lost(worker, "chats-and-dies")
-    assert (found.status, found.died) == ("crashed", True)
-    assert "was killed by SIGKILL" in found.reason
-    assert "junk" in found.reason
-    assert len(found.reason.splitlines()) == 1
-    found.reason.encode()
 
 
 def test_a_hang_ends_in_time_with_all_that_it_started(worker, notes):

@@ -137,19 +137,6 @@ def test_runs_that_were_made_twice_or_have_two_prices_stand_side_by_side() -> No
     assert re.search(r"auto #2 .*\+100% +\+300%", report([*first, *again], "text"))
 
 
-def test_runs_without_a_step_are_drawn_without_a_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    write_training_report([run_of([])], tmp_path)
-    assert not [str(each.message) for each in recwarn]
-
-
-def test_nothing_in_a_row_steers_a_terminal_a_table_or_a_page(tmp_path: Path) -> None:
-    evil = "x\x1b[31m|<script>$^{"
-    runs = arm_runs("candidate", evil, status="error", reason=evil)
-    assert "\x1b" not in report(runs, "text")
-    assert "<script>" not in report(runs, "markdown")
-    write_training_report(runs, tmp_path)
-
-
 def test_picture_and_page_are_drawn_and_need_nothing_from_elsewhere(tmp_path: Path) -> None:
     runs = [*arm_runs("baseline", "auto"), *arm_runs("candidate", "te:fp8", loss=1.01)]
     diverged = [1.0, float("nan"), float("inf")]

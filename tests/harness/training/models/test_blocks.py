@@ -1,7 +1,5 @@
 """Checkpointing and compilation change what is kept and how it is run, and no gradient."""
 
-from typing import Any
-
 import pytest
 import torch
 from small_training import gradients
@@ -56,19 +54,3 @@ def test_blocks_are_compiled_whole_and_once(attention: str, checkpointing: bool)
     assert counter.frame_count == 1  # two blocks alike, no graph break
     for name, gradient in before.items():
         torch.testing.assert_close(after[name], gradient, rtol=1e-4, atol=1e-6)
-
-
-def test_config_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
-    home = "attnbench.harness.training.run.trainable."
-    monkeypatch.setattr(home + "checkpoint_blocks", lambda *_, **__: done.append("checkpointing"))
-    monkeypatch.setattr(home + "compile_blocks", lambda *_, **__: done.append("compile"))
-    settings: list[tuple[dict[str, Any], list[str]]] = [
-        ({}, []),
-        ({"compile": True}, ["compile"]),
-        ({"compile": True, "checkpointing": True}, ["checkpointing", "compile"]),
-    ]
-    for changes, expected in settings:
-        done.clear()
-        build(CONFIG.replace(**changes), "cpu")
-        assert done == expected
