@@ -1,7 +1,6 @@
 """The page of the published models says what the rows say, and no row breaks its tables."""
 
 import gzip
-import json
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +17,6 @@ from attnbench.kernels.registry import registry
 LAYERS = model_layers("cuda")
 FORWARD = next(spec for spec, names in LAYERS.items() if "Llama 3.1 8B" in names and not spec.training)
 LEARNT = FORWARD.replace(direction="training")
-WINDOW = next(spec for spec in LAYERS if spec.mask.left is not None and not spec.training)
 SWEEP = [
     row("sdpa-cudnn:bf16", 3.0, spec=FORWARD),
     row("sdpa-flash:bf16", 9.0, spec=FORWARD),
@@ -70,24 +68,6 @@ def test_a_line_has_both_passes_and_what_they_gain_over_torch(tmp_path: Path) ->
     ]  # fmt: skip
     assert summary[1] == ["forward", "1", "1.20×, 1.20× to 1.20×", "1.50×, 1.50× to 1.50×", "1 of 1", "nowhere"]
     assert summary[2][1:5] == ["1", "1.00×, 1.00× to 1.00×", "1.00×, 1.00× to 1.00×", "0 of 1"]
-
-
-def test_windows_are_compared_with_flexattention(tmp_path: Path) -> None:
-    rows = [row("flex:bf16", 4.0, spec=WINDOW), row("fa3:bf16", 2.0, spec=WINDOW)]
-    rows += [lost("sdpa-cudnn:bf16", "refused", "takes no window", WINDOW)]
-    _, (_, layer) = page(written(tmp_path, rows))
-    assert layer[5] == "fa3:bf16 2 ms, 2.00× FlexAttention, 0.002"
-    assert layer[6:] == ["not measured"] * 3
-    summary, _ = page(written(tmp_path, [*SWEEP, *rows]))
-    assert summary[1][1:3] == ["2", "1.55×, 1.20× to 2.00×"]
-
-
-def test_a_plan_that_was_not_judged_is_not_shown_as_chosen(tmp_path: Path) -> None:
-    look = SWEEP[3].to_dict() | {"status": "slower", "reason": "slower than fa3:bf16 at a first look"}
-    del look["correctness"]
-    looked = Measurement.model_validate_json(json.dumps(look))
-    _, (_, layer) = page(written(tmp_path, [*SWEEP[:3], looked]))
-    assert layer[6] == "slower: triton:fp8 2 ms at a first look"
 
 
 def test_a_layer_without_fp8_has_the_reason(tmp_path: Path) -> None:

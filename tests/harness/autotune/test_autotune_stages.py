@@ -105,15 +105,6 @@ def test_with_time_for_all_there_are_few_stages_and_with_little_they_are_small(m
     assert [len(plans) for _, plans in bench.stages] == [4, 2]
 
 
-def test_of_the_leaders_one_needs_no_fp8(monkeypatch):
-    fast, plain = Plan("paced:fp8"), PLANS[1]
-    times = {fast: 0.1, plain: 0.5}
-    bench = Bench(monkeypatch, starting=50.0, call_ms=lambda plan: times.get(plan, 1.0))
-    bench.rows([(CASES[0], [PLANS[0], fast, plain, *PLANS[2:]])], 100.0)
-    assert bench.stages[1][1][:2] == [fast, plain]
-    assert len(bench.stages[1][1]) == 3
-
-
 def test_a_plan_that_never_ends_costs_its_own_stage_and_the_deadline_ends_it_at_once(monkeypatch):
     bench = Bench(monkeypatch, each=0.0, hangs=lambda plan: plan == PLANS[4], clock=False)
     rows = bench.rows([(CASES[0], PLANS), (CASES[1], PLANS)], time.monotonic() + 0.5)

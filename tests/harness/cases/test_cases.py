@@ -23,28 +23,6 @@ def test_presets_hold_different_specs_of_the_right_type(name, device):
     assert {case.spec.dtype for case in preset_cases(name, "fp32", device)} == {"fp32"}
 
 
-@pytest.mark.parametrize(("name", "direction"), [("inference", "forward"), ("training", "training")])
-def test_the_broad_presets_span_what_models_use(name, direction):
-    specs = [case.spec for case in preset_cases(name, "fp8", "cuda")]
-    assert len(specs) >= 60
-    assert {spec.direction for spec in specs} == {direction}
-    assert {64, 80, 96, 128, 192, 256} <= {spec.head_dim for spec in specs}
-    assert {1, 4, 8} <= {spec.group for spec in specs}
-    lengths = {spec.seqlen_q for spec in specs}
-    assert {512, 32768} <= lengths
-    assert any(length % 2 for length in lengths)
-
-
-def test_long_reaches_from_32k_to_128k_keys_and_looks_at_v_with_a_mean():
-    lengths = {case.spec.seqlen_kv for case in preset_cases("long", "fp8", "cuda")}
-    assert {32768, 131072} <= lengths
-    assert min(lengths) >= 32768
-    for name, device in itertools.product(PRESETS, ("cpu", "cuda")):
-        families = {case.families for case in preset_cases(name, "fp8", device)}
-        assert families == {("normal", "outlier", "biased-v") if name == "long" else ("normal", "outlier")}
-    assert Case("a", SPEC).families == ("normal", "outlier")
-
-
 def test_no_such_preset_or_dtype():
     with pytest.raises(InputError, match="quick, inference, training, long, packed, padded, models, table"):
         preset_cases("fast", "fp8", "cpu")
@@ -97,15 +75,6 @@ def test_lists_are_multiplied_out(tmp_path):
     assert mine == Case(
         "mine", AttentionSpec.make(batch=1, heads=1, seqlen_q=16, head_dim=8, dtype="fp16"), ("outlier",)
     )
-
-
-def test_a_name_is_put_before_each_of_several_cases(tmp_path):
-    file = tmp_path / "cases.yaml"
-    file.write_text(ENTRY + "  name: llama\n  mask: [none, causal]\n")
-    assert [case.name for case in read_cases(file, "fp8")] == [
-        "llama b1 h2 s8 d16 bf16 forward",
-        "llama b1 h2 s8 d16 bf16 causal forward",
-    ]
 
 
 @pytest.mark.parametrize(

@@ -157,21 +157,6 @@ def test_the_host_is_gated_where_the_device_may_wait_for_it(host, recorded, kept
     assert ("host" in gated[0].series) == kept
 
 
-def test_a_host_that_takes_twice_as_long_is_slower_and_the_device_is_not():
-    sides = Sides(lambda side, number, cost, generation: 1.0 * (side == "NEW" and cost == "host"))
-    gated = rows(1, ("prepared", "host"), "cuda")
-    run(sides, gated)
-    assert {cost: each.finding for cost, each in gated[0].series.items()} == {"prepared": "same", "host": "slower"}
-    assert judged(gated).exit_code == 1
-
-
-def test_many_rows_are_visited_in_parts_that_share_the_time():
-    sides, gated = Sides(), rows(60)
-    run(sides, gated)
-    assert len(sides.ended) == 60
-    assert {each.series["call"].finding for each in gated} == {"same"}
-
-
 @pytest.mark.parametrize(("shift", "finding"), [(0.0, "same"), (0.1, "slower")])
 def test_beside_the_anchor_base_is_its_recorded_rounds(shift, finding):
     """BASE's visits are the anchor's: NEW takes twice as long as it, as BASE did, and now longer still."""

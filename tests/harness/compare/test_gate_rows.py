@@ -5,7 +5,7 @@ import torch
 from compared import results, row, times
 
 from attnbench.harness.compare.gate.rounds import read_rounds, rounds_of, rounds_text
-from attnbench.harness.compare.gate.rows import brief_timer, choose_rows, gate_rows, repeatable
+from attnbench.harness.compare.gate.rows import brief_timer, choose_rows, gate_rows
 from attnbench.harness.compare.terms import Terms
 from attnbench.harness.measure.timing import Timer
 from attnbench.problem.spec import AttentionSpec
@@ -32,16 +32,6 @@ def test_the_fastest_accurate_plans_of_both_precisions_come_first_and_then_the_c
     assert [str(each.plan) for each in choose_rows(known, 3)] == names[:3]
 
 
-def test_a_first_look_takes_one_visit_where_a_sweep_takes_two():
-    assert (brief_timer(CPU).fewest, Timer.for_device(CPU).fewest) == (1, 2)
-    assert brief_timer(CPU).limit < brief_timer(CPU).visit, "the first visit reaches the limit"
-
-
-def test_captured_inputs_cannot_be_drawn_again():
-    assert repeatable(row())
-    assert not repeatable(row(error={"captured:0": {"out": 0.01}}))
-
-
 @pytest.mark.parametrize(
     ("device", "recorded", "same_gpu", "prepared", "host"),
     [(CUDA, None, True, 0.0, 0.0), (CUDA, {}, True, 0.004, 0.2), (CUDA, {}, False, 0.03, 0.2)],
@@ -53,6 +43,7 @@ def test_two_runs_beside_the_anchor_are_taken_to_differ(device, recorded, same_g
 
 
 def test_on_a_cpu_a_call_is_one_cost_and_a_backward_is_for_training():
+    assert (brief_timer(CPU).fewest, Timer.for_device(CPU).fewest) == (1, 2)
     (found,) = gate_rows([row()], Terms(), CPU, None, {})
     assert [(cost, each.run) for cost, each in found.series.items()] == [("call", 0.2)]
     spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=16, head_dim=16, direction="training")

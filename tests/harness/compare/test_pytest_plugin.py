@@ -81,7 +81,7 @@ BEFORE = {"fullname": "test_it.py::test_slow", "name": "test_slow", "group": Non
 
 
 @pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which a session has measured and saved, after one that was twenty times as fast; what it printed."""
     folder = tmp_path_factory.mktemp("measured")
     install(folder)
@@ -92,17 +92,8 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     comparing = ("--benchmark-compare=before.json", "--benchmark-compare-fail=median:200%")
     done = pytest_in(folder, "--junitxml=out.xml", "--benchmark-only", "--benchmark-max-time=0.02", *saving, *comparing)
     assert done.returncode != 0
-    return folder, done.stdout + done.stderr
-
-
-@pytest.fixture(scope="module")
-def measured(session: tuple[Path, str]) -> Path:
-    return session[0]
-
-
-@pytest.fixture(scope="module")
-def output(session: tuple[Path, str]) -> str:
-    return session[1]
+    (folder / "printed").write_text(done.stdout + done.stderr)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +121,7 @@ def test_what_is_saved_are_the_samples_of_the_row(
 ) -> None:
     found, row = benchmarks[name], rows[name]
     assert found["stats"]["data"] == [sample / 1e3 for sample in row.time_ms[cost]]
-    assert found["stats"]["rounds"] == len(row.time_ms[cost]) > 1
+    assert found["stats"]["rounds"] == len(row.time_ms[cost])
     assert found["stats"]["iterations"] == 1
     told = found["extra_info"]
     assert (told["cost"], told["device"], told["plan"]) == (cost, "cpu", str(row.plan))
@@ -138,12 +129,6 @@ def test_what_is_saved_are_the_samples_of_the_row(
     assert told["error"] == row.error
     assert told["bound"] == row.correctness.bound
     assert found["options"] == {"timer": row.performance.timer}
-
-
-def test_errors_are_those_of_the_families_that_were_asked_for(benchmarks: dict[str, Any]) -> None:
-    told = benchmarks["test_quantised"]["extra_info"]
-    assert told["error"].keys() == told["floor"].keys() == {"normal", "sink"}
-    assert told["bound"] == 0.3
 
 
 def test_a_benchmark_of_the_users_own_is_what_it_was(benchmarks: dict[str, Any]) -> None:
@@ -166,9 +151,9 @@ def test_the_environment_is_in_machine_info(saved: dict[str, Any], rows: dict[st
     assert found["cpu"]["backends"]["planted"] == "1.0"
 
 
-def test_a_session_is_compared_with_a_saved_one(output: str) -> None:
+def test_a_session_is_compared_with_a_saved_one(measured: Path) -> None:
     """pytest-benchmark's own comparison judges our samples."""
-    assert re.search(r"Performance has regressed:\n\ttest_slow .*'median'", output)
+    assert re.search(r"Performance has regressed:\n\ttest_slow .*'median'", (measured / "printed").read_text())
 
 
 @pytest.mark.parametrize(

@@ -56,13 +56,6 @@ def test_something_against_nothing_is_infinite_and_nothing_against_nothing_is_ri
         assert relative_l2(torch.tensor(wrong), rows) == math.inf
 
 
-def test_a_right_answer_has_the_error_of_its_rounding():
-    errors = errors_of(Truth.of(SPEC, draw(SPEC, "normal", CPU), REGISTRY), answers(SPEC))
-    assert set(errors) == {"out", "lse", "dq", "dk", "dv"}
-    assert errors.pop("lse") < 1e-12
-    assert all(1e-4 < error < 3e-3 for error in errors.values())
-
-
 @pytest.mark.parametrize("share", [0.05, 0.2, 0.5, 0.9])
 def test_the_truth_of_some_groups_is_the_whole_truth_at_these_groups(share):
     inputs = draw(SPEC, "outlier", CPU)

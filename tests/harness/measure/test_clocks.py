@@ -5,7 +5,6 @@ import statistics
 import sys
 import threading
 import time
-from itertools import chain, repeat
 
 import fake_nvml
 import pytest
@@ -124,21 +123,6 @@ def test_without_a_gpu_to_read_everything_works_and_the_note_says_why(monkeypatc
         assert threading.active_count() == before
 
 
-def test_the_thread_and_the_session_end_with_the_context(monkeypatch):
-    fake = fake_nvml.install(monkeypatch, Board(f"GPU-{ONE}"))
-    watch = Watch(ONE, QUICK)
-    for _ in range(2):
-        with watch:
-            assert fake.sessions == 1
-            wait_until(lambda: readings_of(watch) >= 3)
-        asking = fake.threads - {threading.main_thread()}
-        assert asking
-        assert not any(thread.is_alive() for thread in asking)
-        assert all(thread.daemon for thread in asking)
-        assert fake.sessions == 0
-        assert readings_of(watch) >= 3  # what was read can still be asked for
-
-
 def test_a_driver_that_hangs_does_not_hang_the_harness(monkeypatch):
     hangs, released = threading.Event(), threading.Event()
 
@@ -168,18 +152,6 @@ def test_a_period_and_a_span_must_be_one():
             readings_within([Reading(at=1.0)], [span], reach=1.0)
 
 
-def test_the_clock_is_steady_once_it_holds_still(monkeypatch):
-    climbing = range(300, 1980, 120)
-    clocks = chain(climbing, repeat(1980))
-    fake_nvml.install(monkeypatch, Board(f"GPU-{ONE}", clock=lambda: next(clocks)))
-    begin = time.perf_counter()
-    with Watch(ONE, QUICK) as watch:
-        assert not watch.steady(begin)
-        wait_until(lambda: watch.steady(begin))
-        assert readings_of(watch) >= len(climbing)
-        assert not watch.steady(time.perf_counter() + 1)  # nothing was read since
-
-
 @pytest.mark.parametrize(
     ("clocks", "tolerance", "is_steady"),
     [
@@ -204,19 +176,6 @@ def test_steady_means_medians_within_the_tolerance(monkeypatch, clocks, toleranc
         assert asked_beyond.wait(PATIENCE)
         assert watch.steady(0.0, tolerance) == is_steady
         stopped.set()
-
-
-def test_memory_is_bounded_and_the_newest_stays(monkeypatch):
-    monkeypatch.setattr("attnbench.harness.measure.clocks._MOST_READINGS", 5)
-    counted = iter(range(1, 10**6))
-    fake_nvml.install(monkeypatch, Board(f"GPU-{ONE}", clock=lambda: next(counted)))
-    with Watch(ONE, QUICK) as watch:
-        wait_until(lambda: next(counted) > 50)
-    found = watch.between(ALWAYS)
-    assert found is not None
-    assert found.readings == 5
-    assert found.clock_mhz is not None
-    assert found.clock_mhz.lowest > 20
 
 
 # What is read at whole seconds, spans anywhere.

@@ -39,16 +39,6 @@ def clocked(monkeypatch):
     return clocked
 
 
-def test_samples_are_milliseconds_of_the_call():
-    start = time.perf_counter()
-    taken = timer(visit=0.1).take(lambda: time.sleep(0.004))
-    took = time.perf_counter() - start
-    assert all(sample >= 4 for sample in taken.device_ms)
-    assert 4 <= sum(taken.device_ms) <= took * 1e3
-    assert taken.host_ms == taken.device_ms
-    assert taken.late_ms == 0
-
-
 def test_samples_are_raw_and_in_order(clocked):
     taken = timer().take(clocked(0.005, 0.001, 0.003, 0.002, 0.004))
     assert taken.device_ms == pytest.approx([1, 3, 2, 4])  # the first warms up; it says that four fit
@@ -74,13 +64,6 @@ def test_gradients_are_not_recorded_while_sampling():
     assert seen
     assert not any(seen)
     assert torch.is_grad_enabled()
-
-
-def test_the_record_says_what_a_sample_is(monkeypatch):
-    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
-    assert timer().conditions == "perf_counter, caches warm, OMP_WAIT_POLICY passive"
-    monkeypatch.setenv("OMP_WAIT_POLICY", "x" * 1000)
-    assert len(timer().conditions) <= 200
 
 
 @given(host=st.floats(1e-5, 8e-3), device=st.floats(1e-5, 8e-3), before=st.floats(0, 1))

@@ -1,7 +1,6 @@
 """A case on a bench, in this process: what plans do to its buffers, to each other, and when they are judged."""
 
 import math
-import time
 from collections import Counter
 
 import planted
@@ -190,34 +189,6 @@ def test_errors_are_taken_after_the_samples_and_in_their_state(monkeypatch):
     findings = bench.conclude(plan)
     assert len(runs) > before
     assert min(judged["out"].error for judged in findings.judged.values()) == pytest.approx(1, rel=0.01)
-
-
-def test_a_visit_holds_every_cost_and_its_span(monkeypatch):
-    bench = bench_of(monkeypatch, case=TRAINING)
-    plan = Plan.parse("small:fp8>wide:bf16")
-    bench.prepare(plan)
-    first, second = bench.sample(plan), bench.sample(plan)
-    for visit in (first, second):
-        assert list(visit.time_ms) == ["kernel", "prepared", "backward", "call"]
-        assert len(visit.host_ms) == len(visit.time_ms["call"])
-        assert sum(map(sum, visit.time_ms.values())) / 1e3 <= visit.span[1] - visit.span[0]
-        assert visit.replayed == ()
-        assert visit.late_ms == 0
-    assert first.span[1] <= second.span[0]
-    bench.prepare(HONEST_TRAINING)
-    assert list(bench.sample(HONEST_TRAINING).time_ms) == ["kernel", "prepared", "backward", "call"]
-
-
-def test_the_first_run_is_timed_with_what_it_does_once(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-
-    def compiles(call, q, k, v):
-        now[0] = 0.1
-
-    bench = bench_of(monkeypatch, Watching(compiles))
-    assert bench.prepare(WATCHED).first_ms == pytest.approx(100)
-    assert bench.prepare(WATCHED).first_ms == 0
 
 
 def test_what_was_not_prepared_or_was_dropped_is_not_measured(monkeypatch):

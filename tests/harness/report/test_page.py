@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from fakes import an_environment
@@ -19,7 +18,7 @@ from attnbench.harness.report.page import commands, machines, render, results
 from attnbench.harness.report.page.colours import THEMES, hues_of
 from attnbench.harness.report.page.figures import bytes_of, loss_figure, speed_error_figure, winners_figure
 from attnbench.harness.report.page.headlines import fixed_of, headlines
-from attnbench.harness.report.page.machines import DEFAULT, WIDE, machines_of
+from attnbench.harness.report.page.machines import WIDE, machines_of
 from attnbench.harness.report.page.plan_summaries import plan_summaries, points_of
 from attnbench.harness.report.page.render import page
 from attnbench.harness.report.page.results import Results, read_results
@@ -111,12 +110,6 @@ def test_plan_summaries_add_up():
 @pytest.fixture(scope="module")
 def swept():
     return Structure(page(Results({"a": a_sweep()}), registry()))
-
-
-def test_a_figure_has_a_dot_for_each_plan_and_case_named_by_its_case(swept):
-    dots = [facts["data-case"] for tag, facts in swept.elements if tag in ("use", "path") and "data-case" in facts]
-    numbers = {str(each.number): len(each.measured) for each in machine(a_sweep()).cases}
-    assert {number: dots.count(number) for number in numbers} == numbers
 
 
 def test_every_case_is_on_the_page_with_all_its_candidates_and_their_reasons(swept):
@@ -377,13 +370,3 @@ def test_text_and_marks_have_the_contrast_that_wcag_asks(theme):
     for number in range(9):
         assert contrast(colours["ink"], colours[f"t{number}"]) >= 7, number
         assert contrast(colours[f"h{number}"], colours["ground"]) >= 4.5, number  # they are names, too
-
-
-def test_the_style_sheet_shows_the_default_question_without_a_script():
-    from attnbench.choosing.regret import QUESTIONS
-
-    style = (Path(results.__file__).parent / "page.css").read_text()
-    assert f":root:not([data-budget]) .q{QUESTIONS.index(DEFAULT)}," in style
-    assert f":root:not([data-budget]) .budget-{QUESTIONS.index(DEFAULT)}," in style
-    for number in range(len(QUESTIONS)):
-        assert f':root[data-budget="{number}"] .q{number}' in style

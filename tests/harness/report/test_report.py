@@ -117,14 +117,6 @@ def test_the_worst_family_stands_with_its_floor_and_the_ratio_to_it(made):
     assert "x dq" not in exact
 
 
-def test_a_family_that_is_alone_is_named_once(made):
-    family = "captured:acts.safetensors@1a2b3c4d#3"
-    rows = [made(f"a:bf16-{number}", error={family: {"out": 0.05}}) for number in range(3)]
-    text = report(rows, "text")
-    assert f"\nErrors are on {family} inputs." in text
-    assert text.count(family) == 1
-
-
 def test_it_names_the_fastest_within_the_bound_and_those_beyond(shown):
     first = [row for row in shown[0] if row.case == "first"]
     said = " ".join(sentences(first))

@@ -115,12 +115,6 @@ def test_a_weight_that_is_none(weight):
         Shard().of([1], lambda _: weight)
 
 
-@pytest.mark.parametrize(("index", "count"), [(0, 0), (1, 1), (8, 8), (-1, 2)])
-def test_a_part_that_is_none(index, count):
-    with pytest.raises(MisuseError, match=f"no part {index} of {count}"):
-        Shard(index, count)
-
-
 def test_each_rank_writes_a_folder_of_its_own(tmp_path):
     assert Shard().folder(tmp_path) == tmp_path
     assert Shard(3, 8).folder(tmp_path) == tmp_path / "part-0003-of-0008"

@@ -1,7 +1,6 @@
 """One device's cases with workers that live in the test: who pays for a death, what is tried again, and how it ends."""
 
 import threading
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -72,19 +71,6 @@ def test_a_death_costs_one_row_and_the_others_of_its_backend_are_measured(shop, 
     assert statuses(rows) == {**dict.fromkeys(PLANS, "ok"), EXACT: status}
     assert rows[EXACT].reason == "gone"
     assert len(rows[WIDER].time_ms["call"]) == len(rows[WIDER].performance.host_ms) > 0
-
-
-def test_a_case_that_cannot_be_opened_costs_the_rows_of_that_backend_and_case_alone(shop):
-    shop.breaks(DIED, "open", CASE)
-    with DeviceSweep(setup()) as line:
-        rows, _ = measured(line=line)
-        assert Counter(row.status for row in rows.values()) in (
-            Counter(ok=2, crashed=2),
-            Counter(ok=3, crashed=1),
-        )
-        assert rows[EXACT].status == rows[WIDER].status
-        rows, _ = measured(NEXT, line=line)
-    assert statuses(rows) == dict.fromkeys(PLANS, "ok")
 
 
 @pytest.mark.parametrize("method", ["prepare", "sample", "conclude"])

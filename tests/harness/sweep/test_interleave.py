@@ -208,14 +208,6 @@ def test_samples_taken_while_the_device_warms_are_thrown_away():
         assert all(start > 0.1 for start, _ in each.spans)
 
 
-def test_a_device_that_is_never_steady_is_measured_all_the_same():
-    device = Device(dict.fromkeys(plans(3), 2.0))
-    samples = run(device, steady=lambda: False)
-    assert len(samples) == 3
-    assert all(each.time_ms["call"] for each in samples.values())
-    assert 0.1 < min(start for each in samples.values() for start, _ in each.spans) < 10
-
-
 @given(seeds)
 @long
 def test_a_brief_plan_has_the_first_turns_alone_and_decides_nothing_for_the_others(seed):

@@ -128,12 +128,6 @@ def test_a_row_holds_times_errors_floors_and_conditions(rows):
     assert rows["forward", "wide:bf16"].correctness.floor == {}
 
 
-def test_a_case_too_large_for_the_machine_costs_its_own_rows(rows):
-    assert rows["huge", "wide:bf16"].status == "oom"
-    assert rows["huge", "absent:fp8"].status == "unavailable"
-    assert rows["training", "wide:bf16>wide:bf16"].status == "ok"
-
-
 @pytest.mark.parametrize(
     ("names", "forward", "training"),
     [

@@ -114,12 +114,6 @@ def test_an_exit_says_its_code_and_the_last_words_of_its_request_and_a_new_proce
     assert isinstance(worker.ask("open", CASE, seconds=PATIENCE), Opened)
 
 
-def test_a_death_in_the_middle_of_an_answer_is_a_death(worker):
-    found = lost(worker, "dies-answering")
-    assert (found.status, found.died) == ("crashed", True)
-    assert found.reason == "the process ended with the exit code 9"
-
-
 @pytest.mark.parametrize("failing", ["subprocess.Popen", "socket.socketpair", "tempfile.TemporaryFile"])
 def test_a_process_that_cannot_be_started_is_the_reason_and_leaves_nothing_open(monkeypatch, failing):
     def full(*arguments, **options):
@@ -155,17 +149,6 @@ def test_a_hang_ends_in_time_with_all_that_it_started(worker, notes):
     started = noted(notes)[before:]
     assert len(started) == 2
     wait_until(lambda: not any(map(runs, started)))
-
-
-@pytest.mark.exhaustive
-def test_children_of_a_process_that_was_killed_do_not_hide_it_or_outlive_it(worker, notes):
-    asked(worker, "fine")
-    before = len(noted(notes))
-    found = lost(worker, "forks")
-    assert (found.status, found.died) == ("crashed", True)
-    assert "was killed by SIGKILL" in found.reason
-    (child,) = noted(notes)[before:]
-    wait_until(lambda: not runs(child))
 
 
 @pytest.mark.exhaustive

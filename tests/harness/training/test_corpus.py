@@ -121,16 +121,6 @@ def test_a_file_that_is_gone_or_shorter_is_named(tmp_path: Path) -> None:
         corpus.sample(0, 0)
 
 
-def test_a_huge_file_costs_no_memory(tmp_path: Path) -> None:
-    path = tmp_path / "huge.txt"
-    with open(path, "wb") as stream:
-        stream.write(b"text " * 2000)
-        stream.truncate(2**40)  # sparse: a terabyte that takes no room
-    corpus = load(str(path), 128)
-    assert len(corpus.train) > 2**39
-    assert all(corpus.sample(0, number).shape == (129,) for number in range(50))
-
-
 @given(TEXTS, st.integers(1, 20), st.integers(1, 60), st.data())
 def test_documents_are_the_pieces_of_files(
     tmp_path_factory: pytest.TempPathFactory, texts: list[bytes], longest: int, tokens: int, data: st.DataObject

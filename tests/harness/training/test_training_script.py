@@ -61,31 +61,3 @@ def test_the_script_goes_on_where_it_was_killed_and_repeats_nothing(tmp_path: Pa
     assert "--attention emulated:fp8" not in again.communicate(timeout=PATIENCE)[0]
     assert again.returncode == 1
     assert [row.started for row in _rows(out)] == [baseline.started, candidate.started]
-
-
-@pytest.mark.exhaustive
-def test_choices_take_their_steps_in_turn_on_one_model(tmp_path: Path) -> None:
-    def measured(cells: list[str], choices: list[str]) -> subprocess.CompletedProcess:
-        command = [sys.executable, RESULTS / "steps.py", *cells, "--choices", *choices, "--rounds", "2"]
-        command += ["--checkpointing", "--device", "cpu", "--out", tmp_path]
-        return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
-
-    cells = ["size=tiny,seqlen=64,batch=2", "size=tiny,seqlen=64,linears=te-fp8"]
-    choices = ["auto", "auto-fp8", "sdpa", "emulated:fp8", "te:fp8"]
-    done = measured(cells, choices)
-    assert done.returncode == 1, done.stderr  # because of the last choice and cell
-    assert "auto, FP8 runs sdpa-flash:bf16>sdpa-flash:bf16 like an earlier choice" in done.stdout
-    rows = list(read_runs(tmp_path))
-    assert [row.status for row in rows] == ["ok"] * 3 + ["error"] * 6
-    own = rows[:3]
-    assert [row.plans for row in own] == [["sdpa-flash:bf16>sdpa-flash:bf16"], [], ["emulated:fp8>emulated:fp8"]]
-    for row in own:
-        assert (len(row.step_ms), len(row.samples_ms)) == (4, 2)
-        assert row.attention is not None
-        assert row.attention.share > 0
-    first = [row.loss[0] for row in own]
-    assert first == sorted(first, reverse=True)  # on one batch, by a model that learns from step to step
-    assert len(set(first)) == 3
-
-    assert measured(cells[:1], choices[:3]).returncode == 0
-    assert [row.started for row in read_runs(tmp_path)] == [row.started for row in rows]

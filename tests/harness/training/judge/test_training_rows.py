@@ -144,16 +144,6 @@ def test_what_a_run_has_learnt_survives_a_second_start_that_fails(tmp_path: Path
     assert after.signs == before.signs
 
 
-def test_a_run_that_diverges_at_its_first_step_has_told_that_step(tmp_path: Path) -> None:
-    told: list[TrainingRun] = []
-    with session_of(tmp_path, patience=1) as session:
-        config = small(steps=8, attention="sdpa-math")
-        session.run(plan_runs(config, None, 1), builder(not_a_number_after(0)), told.append)
-    (row,) = read_runs(tmp_path)
-    assert (row.status, len(row.loss), len(row.signs), len(told)) == ("diverged", 1, 1, 1)
-    assert "for 1 step, from step 0 on" in row.reason
-
-
 def test_a_cpu_without_room_is_a_row_like_a_gpu_without_room(tmp_path: Path) -> None:
     def too_large(config, device):
         torch.empty(2**60, dtype=torch.uint8)

@@ -37,14 +37,6 @@ def test_a_step_of_gpt_costs_what_is_stated(seqlen: int) -> None:
     assert stated == linear + visible * (whole - linear)
 
 
-def test_what_is_computed_again_is_not_counted() -> None:
-    config = TrainConfig.make(seqlen=32, batch=3)
-    linear, stated = counted(config, no_products)
-    more, same = counted(config.replace(checkpointing=True), no_products)
-    assert more > linear
-    assert same == stated
-
-
 def test_a_step_of_vit_costs_what_is_stated() -> None:
     pytest.importorskip("timm")
     config = TrainConfig.make("vit-huge", size="tiny", batch=3)
