@@ -84,26 +84,6 @@ def test_a_program_that_fails_is_not_measured(unmeasured):
         pass
 
 
-def test_a_compiled_program_is_seen_and_not_compiled_anew(unmeasured, compiled_anew):
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph
-
-    function = torch.compile(lambda q, k, v: attention(q * 1, k, v, is_causal=True), backend=backend, fullgraph=True)
-    x = tensors()
-    with torch.no_grad():
-        function(*x)
-        with attnbench.autotune(0) as tuned:
-            for _ in range(3):
-                function(*x)
-        function(*x)
-    assert len(graphs) == 1
-    assert [asked.calls for asked in tuned._asked.heaviest_first] == [3]
-    assert [asked.mask.kind for asked in tuned.skipped] == ["causal"]
-
-
 def test_a_gpu_without_room_is_said_and_not_tried(monkeypatch):
     free = [0]
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)

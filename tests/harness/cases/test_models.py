@@ -9,6 +9,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attnbench.errors import InputError
 from attnbench.harness.cases.models import ModelAttention, drawn_cases, model_layers, published_models
 from attnbench.kernels.capabilities import Device
 from attnbench.kernels.registry import registry
@@ -42,11 +43,6 @@ def test_an_entry_says_what_it_says():
     assert (model.source, model.seen, model.lengths) == ("b/c", ("d/e:f.py",), (200, 300))
 
 
-def test_what_an_entry_leaves_out_is_the_usual():
-    model = ModelAttention.of(ENTRY)
-    assert (model.kv_heads, model.head_dim_v, model.softcap, model.lengths) == (8, 64, 0.0, (128, 131072))
-
-
 @pytest.mark.parametrize("missing", ["name", "source", "seen", "heads", "head_dim", "masks"])
 def test_an_entry_without_its_source_or_a_size_is_not_read(missing):
     with pytest.raises((KeyError, TypeError), match=missing):
@@ -55,6 +51,8 @@ def test_an_entry_without_its_source_or_a_size_is_not_read(missing):
 
 @given(st.integers(0, 2**32), st.integers(1, 12))
 def test_draws_are_different_bounded_and_the_same_whatever_the_count(seed, count):
+    with pytest.raises(InputError, match="positive number of shapes"):
+        drawn_cases(0, seed, "cuda")
     cases = drawn_cases(count, seed, "cuda")
     assert len({case.spec for case in cases}) == len({case.name for case in cases}) == count
     assert drawn_cases(count + 1, seed, "cuda")[:count] == cases

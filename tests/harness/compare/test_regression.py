@@ -99,11 +99,6 @@ def test_what_is_said_of_a_row(before, after, terms, verdict, code, reason):
     assert not reason or any(each.startswith(reason) for each in outcome.reasons)
 
 
-def test_the_largest_rise_of_an_error_stands_first():
-    outcome, _ = verdict_of(row(), row(seed=1, **error(0.11, 4e-6, 0.3)))
-    assert [each.after for each in outcome.errors] == [4e-6, 0.3, 0.11]
-
-
 @pytest.mark.parametrize("status", ["crashed", "oom"])
 @pytest.mark.parametrize("terms", [WIDE, Terms(allowed=("a",))])
 def test_what_ran_and_fails_now_failed_whatever_is_allowed(status, terms):

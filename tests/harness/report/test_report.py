@@ -24,7 +24,7 @@ from attnbench.harness.report.text import report
 from attnbench.harness.results.records import Measurement
 from attnbench.harness.results.store import Store
 from attnbench.harness.sweep.progress import show_progress
-from attnbench.harness.sweep.run import Ended, run_sweep, tasks_of
+from attnbench.harness.sweep.run import Ended, Finished, run_sweep, tasks_of
 from attnbench.kernels.plan import Plan
 from attnbench.problem.spec import AttentionSpec
 
@@ -262,6 +262,12 @@ def test_a_log_has_a_line_a_case_and_a_failure_and_none_a_refusal(shown):
     assert all(f"{row.case}: {row.plan}: error: {row.reason}" in log for row in failed)
     assert " s in all: preparing " in lines[-1]
     assert "\x1b" not in log
+
+
+def test_whoever_wants_every_row_gets_a_line_for_it(shown):
+    rows, lines = told([Finished(0, 1, row, resumed=False) for row in shown[0]], verbose=True)
+    assert len(lines) == len(rows)
+    assert any("ok, " in line and " ms a call, error normal " in line for line in lines)
 
 
 def test_the_end_of_a_log_says_where_the_time_went():

@@ -1,6 +1,5 @@
 """What the parts hold is what the merged folder holds, or the merge is refused with the places that contradict it."""
 
-import gzip
 import os
 from dataclasses import replace
 from datetime import timedelta
@@ -47,14 +46,6 @@ def test_the_result_is_a_sweeps_folder(tmp_path):
         assert store.notes == []
     assert merge(tmp_path / "again", [merged.folder]).rows == ROWS
     assert oct(merged.folder.stat().st_mode) == oct(sources[0].stat().st_mode)
-
-
-def test_a_compressed_part_is_a_part(tmp_path):
-    sources = parts(tmp_path, ROWS[:5], ROWS[5:])
-    plain = sources[0] / MEASUREMENTS
-    (sources[0] / f"{MEASUREMENTS}.gz").write_bytes(gzip.compress(plain.read_bytes()))
-    plain.unlink()
-    assert merge(tmp_path / "out", sources).rows == ROWS
 
 
 def test_numbered_parts_come_first_and_in_order(tmp_path):

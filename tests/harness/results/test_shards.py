@@ -124,11 +124,6 @@ def test_each_rank_writes_a_folder_of_its_own(tmp_path):
         assert Shard.named(name) is None
 
 
-@given(st.integers(1, 999_999_999).flatmap(lambda count: st.tuples(st.integers(0, count - 1), st.just(count))))
-def test_a_name_says_its_shard(place):
-    assert Shard.named(Shard(*place).name) == Shard(*place)
-
-
 @pytest.mark.parametrize(
     ("shard", "name", "visible", "expected"),
     [

@@ -108,15 +108,6 @@ def test_samples_that_agree_end_after_the_fewest_visits(count, fewest, seed):
         assert len(each.spans) == device.visits.count(plan) == fewest + fewest % 2
 
 
-@pytest.mark.parametrize(("half", "enough"), [(0.009, True), (0.011, False)])
-def test_narrow_is_half_the_width_of_the_interval_relative_to_the_median(half, enough):
-    timer = Timer(CPU, visit=0.01, limit=1e9, patience=0.05, fewest=1, narrow=0.01)
-    samples = Samples()
-    taken = [4 * (1 + half * sign) for sign in (-1, 1)] * 20 + [4.0]
-    samples.add(Visit({"call": taken}, taken, (0.0, 1.0), (), 0.0))
-    assert samples.enough(timer) == enough
-
-
 def test_visits_that_do_not_agree_are_not_enough_however_alike_their_samples_are():
     for medians, enough in ([1.0] * 9, True), ([1.0] * 5 + [0.8, 0.8, 1.2, 1.2], False):
         samples = Samples()
@@ -124,6 +115,15 @@ def test_visits_that_do_not_agree_are_not_enough_however_alike_their_samples_are
             samples.add(Visit({"call": [ms] * A_VISIT}, [], (number, number + 0.001), (), 0.0))
         assert median_interval(samples.time_ms["call"])[::2] == (1.0, 1.0)
         assert samples.enough(TIMER) == enough
+
+
+def test_replays_are_never_mixed_with_calls_and_the_rest_adds_up():
+    samples = Samples()
+    for start, replayed in enumerate([(), (), ("kernel",), ("kernel",)]):
+        samples.add(Visit({"kernel": [1.0 + start], "call": [9.0]}, [8.0], (start, start + 0.5), replayed, 4.0 - start))
+    assert samples.time_ms == {"kernel": [3.0, 4.0], "call": [9.0] * 4}
+    assert samples.visits == {"kernel": [1, 1], "call": [1] * 4}
+    assert (samples.host_ms, samples.seconds, samples.late_ms, samples.replayed) == ([8.0] * 4, 2.0, 1.0, ("kernel",))
 
 
 @given(st.lists(st.floats(0.001, 0.3), min_size=1, max_size=5), st.floats(0.01, 1.0), seeds)

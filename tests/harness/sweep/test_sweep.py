@@ -156,7 +156,9 @@ def test_names_keep_plans(names, forward, training):
 
 
 @pytest.mark.parametrize("name", ["wide:bf17", "wide:bf16>wide:bf17", ":", "nobody:fp8"])
-def test_unknown_names_are_said(name):
+def test_names_that_leave_nothing_to_measure_are_said(name):
+    with pytest.raises(MisuseError, match="small:fp8"):
+        tasks_of([FORWARD], healthy(), CPU, "bf16", ["small:fp8"])
     with pytest.raises(UnknownBackendError):
         tasks_of([FORWARD], healthy(), CPU, "fp8", [name])
 

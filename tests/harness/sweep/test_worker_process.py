@@ -151,22 +151,6 @@ def test_a_hang_ends_in_time_with_all_that_it_started(worker, notes):
     wait_until(lambda: not any(map(runs, started)))
 
 
-@pytest.mark.exhaustive
-def test_one_that_was_killed_while_it_waited_is_replaced_and_closing_leaves_no_process(worker):
-    asked(worker, "fine")
-    generation = worker.generation
-    worker.kill()
-    assert "was killed by SIGKILL" in lost(worker, "fine").reason
-    asked(worker, "fine")
-    assert worker.generation == generation + 1
-    pid = worker._process.popen.pid
-    for _ in range(2):
-        worker.close()
-        worker.kill()
-        assert not worker.alive
-        assert not runs(pid)
-
-
 SWEEP = """
 import sys
 from planted import CPU

@@ -45,6 +45,12 @@ def test_files_whose_names_are_no_utf8_are_learnt_as_any_other(tmp_path: Path) -
     assert len(load(str(tmp_path), 8).digest) == 16
 
 
+@pytest.mark.parametrize(("step", "rank", "world"), [(0, 1, 1), (0, -1, 2), (-1, 0, 1)])
+def test_there_is_no_such_rank(step: int, rank: int, world: int) -> None:
+    with pytest.raises(InputError, match="there is no rank"):
+        samples_of(step, 4, rank, world)
+
+
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 6), st.integers(0, 50))
 def test_every_world_reads_the_samples_in_order(batch: int, world: int, split: int, steps: int) -> None:
     """``world`` ranks of ``split`` · ``batch`` samples read what world · split ranks of ``batch`` read, none twice."""
