@@ -191,6 +191,15 @@ def test_errors_are_taken_after_the_samples_and_in_their_state(monkeypatch):
     assert min(judged["out"].error for judged in findings.judged.values()) == pytest.approx(1, rel=0.01)
 
 
+def test_a_visit_holds_every_cost_within_its_span(monkeypatch):
+    bench, plan = bench_of(monkeypatch, case=TRAINING), Plan.parse("small:fp8>wide:bf16")
+    bench.prepare(plan)
+    visit = bench.sample(plan)
+    assert list(visit.time_ms) == ["kernel", "prepared", "backward", "call"]
+    assert sum(map(sum, visit.time_ms.values())) / 1e3 <= visit.span[1] - visit.span[0]
+    assert (visit.replayed, visit.late_ms) == ((), 0)
+
+
 def test_what_was_not_prepared_or_was_dropped_is_not_measured(monkeypatch):
     bench = bench_of(monkeypatch)
     with pytest.raises(KeyError):

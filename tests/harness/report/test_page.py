@@ -112,6 +112,12 @@ def swept():
     return Structure(page(Results({"a": a_sweep()}), registry()))
 
 
+def test_a_figure_has_a_dot_for_each_plan_and_case_named_by_its_case(swept):
+    dots = [facts["data-case"] for tag, facts in swept.elements if tag in ("use", "path") and "data-case" in facts]
+    numbers = {str(each.number): len(each.measured) for each in machine(a_sweep()).cases}
+    assert {number: dots.count(number) for number in numbers} == numbers
+
+
 def test_every_case_is_on_the_page_with_all_its_candidates_and_their_reasons(swept):
     text = " ".join(swept.texts)
     for each in a_sweep():
