@@ -1,3 +1,4 @@
+import errno
 import os
 from pathlib import Path
 
@@ -7,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnbench.errors import InputError
+from attnbench.harness.training.data import text
 from attnbench.harness.training.data.corpus import load, samples_of
 from attnbench.harness.training.data.documents import IGNORED, Documents, packed, padded
 from attnbench.harness.training.data.text import BOUNDARY, File, Text
@@ -112,6 +114,18 @@ def test_files_and_folders_that_hold_no_text(tmp_path: Path) -> None:
         load(str(tmp_path), 16)
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + bytes(100))
     with pytest.raises(InputError, match=r"picture\.png is no text"):
+        load(str(tmp_path), 16)
+
+
+def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root reads everything, so the refusal is planted."""
+
+    def refused(path: Path, _: str) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    (tmp_path / "secret.txt").write_text("x" * 100)
+    monkeypatch.setattr(text, "open", refused, raising=False)
+    with pytest.raises(InputError, match=r"secret\.txt cannot be read: Permission denied"):
         load(str(tmp_path), 16)
 
 
