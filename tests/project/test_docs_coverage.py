@@ -77,19 +77,6 @@ def test_fresh_rows_beside_a_table_give_its_regret(place: Path) -> None:
     assert re.search(r"16 bits 100\.\d%, worst 100%; FP8 0\.0%", cells(place)["fresh regret"])
 
 
-def test_reports_without_a_table_are_a_gpu_without_one(tmp_path: Path) -> None:
-    folder = tmp_path / "results" / "nvidia-h200" / "conformance"
-    folder.mkdir(parents=True)
-    report = (ROOT / "results/nvidia-h200/conformance/fa3.md").read_text()
-    (folder / "fa3.md").write_text(report)
-    found = cells(tmp_path)
-    assert (found["GPU"], found["measured with"], found["plans"]) == ("NVIDIA H200", "no table yet", "0")
-    assert found["conformance"] == "3 kernels"
-    (folder / "fa3.md").write_text(report.replace("| out | passed |", "| out | **failed** |", 1))
-    assert found["conformance"] == "3 kernels"
-    assert cells(tmp_path)["conformance"] == "3 kernels, of which 1 fail"
-
-
 def test_every_gpu_with_a_committed_table_has_a_row_in_the_page() -> None:
     rows = re.findall(r"^\| (NVIDIA [^|]+) \|(.*)\|$", PAGE, re.MULTILINE)
     for path in (ROOT / "attnbench" / "tables").glob("*.json"):

@@ -1,32 +1,22 @@
 """The page of the published models says what the rows say, and no row breaks its tables."""
 
 import gzip
-import json
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
-import torch
-from figures_models import NOT_MEASURED, model_tables
+from figures_models import model_tables
 from markdown_it import MarkdownIt
 from reported import GPU, elsewhere, later, lost, row
 
-from attnbench.errors import AttnbenchWarning, MalformedFileError
 from attnbench.harness.cases.models import model_layers
-from attnbench.harness.cases.presets import preset_cases
-from attnbench.harness.measure.setup import DeviceSetup
-from attnbench.harness.measure.timing import Timer
 from attnbench.harness.results.records import Measurement
-from attnbench.harness.results.store import MEASUREMENTS, Store
-from attnbench.harness.sweep.run import run_sweep, tasks_of
+from attnbench.harness.results.store import MEASUREMENTS
 from attnbench.kernels.registry import registry
-from attnbench.tables.environment import Environment
 
 LAYERS = model_layers("cuda")
 FORWARD = next(spec for spec, names in LAYERS.items() if "Llama 3.1 8B" in names and not spec.training)
 LEARNT = FORWARD.replace(direction="training")
-WINDOW = next(spec for spec in LAYERS if spec.mask.left is not None and not spec.training)
 SWEEP = [
     row("sdpa-cudnn:bf16", 3.0, spec=FORWARD),
     row("sdpa-flash:bf16", 9.0, spec=FORWARD),
@@ -69,11 +59,6 @@ def page(place: Path) -> list[list[list[str]]]:
     return tables(model_tables(place, registry()))
 
 
-def test_without_rows_it_names_the_command(tmp_path: Path) -> None:
-    assert model_tables(tmp_path, registry()) == NOT_MEASURED
-    assert model_tables(written(tmp_path, [row("fa3:bf16", 1.0)]), registry()) == NOT_MEASURED  # no model's layer
-
-
 def test_a_line_has_both_passes_and_what_they_gain_over_torch(tmp_path: Path) -> None:
     summary, (_, layer) = page(written(tmp_path, SWEEP))
     assert layer[0].split(", ") == LAYERS[FORWARD]
@@ -83,24 +68,6 @@ def test_a_line_has_both_passes_and_what_they_gain_over_torch(tmp_path: Path) ->
     ]  # fmt: skip
     assert summary[1] == ["forward", "1", "1.20×, 1.20× to 1.20×", "1.50×, 1.50× to 1.50×", "1 of 1", "nowhere"]
     assert summary[2][1:5] == ["1", "1.00×, 1.00× to 1.00×", "1.00×, 1.00× to 1.00×", "0 of 1"]
-
-
-def test_windows_are_compared_with_flexattention(tmp_path: Path) -> None:
-    rows = [row("flex:bf16", 4.0, spec=WINDOW), row("fa3:bf16", 2.0, spec=WINDOW)]
-    rows += [lost("sdpa-cudnn:bf16", "refused", "takes no window", WINDOW)]
-    _, (_, layer) = page(written(tmp_path, rows))
-    assert layer[5] == "fa3:bf16 2 ms, 2.00× FlexAttention, 0.002"
-    assert layer[6:] == ["not measured"] * 3
-    summary, _ = page(written(tmp_path, [*SWEEP, *rows]))
-    assert summary[1][1:3] == ["2", "1.55×, 1.20× to 2.00×"]
-
-
-def test_a_plan_that_was_not_judged_is_not_shown_as_chosen(tmp_path: Path) -> None:
-    look = SWEEP[3].to_dict() | {"status": "slower", "reason": "slower than fa3:bf16 at a first look"}
-    del look["correctness"]
-    looked = Measurement.model_validate_json(json.dumps(look))
-    _, (_, layer) = page(written(tmp_path, [*SWEEP[:3], looked]))
-    assert layer[6] == "slower: triton:fp8 2 ms at a first look"
 
 
 def test_a_layer_without_fp8_has_the_reason(tmp_path: Path) -> None:
@@ -123,36 +90,3 @@ def test_the_newest_row_of_all_files_counts_and_each_gpu_has_its_tables(tmp_path
     assert "### A &#60;b&#62;&#124;GPU\n" in text
     assert tables(text)[1][1][6].startswith("triton:fp8 1.5 ms, 2.00×")
     assert tables(text)[3][1][6].startswith("triton:fp8 2 ms, 1.50×")
-
-
-def test_a_name_with_markup_is_shown_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    odd = "A|B `c` *d* _e_ [f](https://g) <script>\\ &amp;"
-    monkeypatch.setattr("figures_models.model_layers", lambda _: {FORWARD: [odd], LEARNT: [odd]})
-    summary, (_, layer) = page(written(tmp_path, SWEEP))
-    assert layer[0] == summary[2][5] == odd
-
-
-def test_a_torn_line_is_left_out_and_any_other_fault_is_an_error(tmp_path: Path) -> None:
-    file = written(tmp_path, SWEEP) / "gpu" / "zoo" / MEASUREMENTS
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-40])
-    with pytest.warns(AttnbenchWarning):
-        assert page(tmp_path)[1][1][8] == "not measured"
-    for fault in (b"{}\n", b'{"schema": "attnbench.training/1"}\n', whole.replace(b"measurement/2", b"measurement/9")):
-        file.write_bytes(whole + fault)
-        with pytest.raises(MalformedFileError):
-            page(tmp_path)
-
-
-@pytest.mark.exhaustive
-def test_rows_that_a_sweep_writes_here_make_a_page(tmp_path: Path) -> None:
-    device, known = torch.device("cpu"), registry()
-    here = Environment.detect(device, known)
-    cases = preset_cases("models", "fp8", "cpu")[:2]
-    tasks = tasks_of(cases, known, device, "fp8", ["sdpa-flash", "sdpa-math", "flex:fp8"])
-    with Store(tmp_path / "gpu" / "zoo", here) as store:
-        list(run_sweep(tasks, [DeviceSetup(device, here, Timer.for_device(device), race=True)], store))
-    summary, lines = tables(model_tables(tmp_path, known, "cpu"))
-    assert [line[1] for line in summary[1:]] == [str(sum(case.spec.training == on for case in cases)) for on in (0, 1)]
-    assert any(line[5].startswith("sdpa-") and "×" in line[5] for line in lines[1:])
-    assert all(line[6].startswith("refused: ") or line[6] == "not measured" for line in lines[1:])

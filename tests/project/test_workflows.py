@@ -2,7 +2,6 @@
 
 import re
 from configparser import ConfigParser
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from setuptools.config.pyprojecttoml import read_configuration
 TOX = ConfigParser(interpolation=None)
 TOX.read(ROOT / "tox.ini", encoding="utf-8")
 WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
-FORMS = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"))
 
 
 def runs(job: dict[str, Any]) -> list[str]:
@@ -45,26 +43,6 @@ def test_the_pythons_that_are_tested_are_those_of_the_metadata() -> None:
     assert project["requires-python"] == f">={found[0]}"
 
 
-def test_what_is_uploaded_is_what_tox_writes() -> None:
-    uploads = {
-        name: step["with"]["path"]
-        for name, job in JOBS.items()
-        for step in job["steps"]
-        if "upload" in step.get("uses", "")
-    }
-    assert uploads == {"docs": ".tox/docs/tmp/site", "package": ".tox/package/tmp/dist"}
-    assert "--site-dir {env_tmp_dir}/site" in TOX["testenv:docs"]["commands"]
-    assert TOX["testenv:package"]["change_dir"] == "{env_tmp_dir}"
-    assert "--outdir dist" in TOX["testenv:package"]["commands"]
-
-
-def test_the_site_knows_the_repository() -> None:
-    names = set(re.findall(r"!ENV \[(\w+),", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
-    assert names == WORKFLOW["jobs"]["docs"]["env"].keys()
-    assert TOX["testenv:docs"]["pass_env"] == "DOCS_*"
-    assert all(name.startswith("DOCS_") for name in names)
-
-
 def test_nothing_is_published_before_the_checks() -> None:
     jobs = WORKFLOW["jobs"]
     for name, condition in (("site", "refs/heads/main"), ("release", "refs/tags/v")):
@@ -72,16 +50,3 @@ def test_nothing_is_published_before_the_checks() -> None:
         assert {"lint", "tests", "docs"} <= set(jobs[name]["needs"])
     assert set(jobs["release"]["needs"]) == JOBS.keys()
     assert WORKFLOW["permissions"] == {"contents": "read"}
-
-
-@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
-def test_an_issue_form_asks_for_the_doctor(path: Path) -> None:
-    form = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if path.stem == "config":
-        assert form == {"blank_issues_enabled": True}
-        return
-    assert form.keys() == {"name", "description", "labels", "body"}
-    fields = {field["id"]: field for field in form["body"]}
-    assert all(field["type"] in ("input", "textarea") for field in fields.values())
-    assert "attnbench doctor --format json" in fields["doctor"]["attributes"]["label"]
-    assert fields["doctor"]["attributes"]["render"] == "json"

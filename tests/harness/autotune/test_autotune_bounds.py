@@ -11,8 +11,6 @@ from tunable import (
     children,
     entries,
     own_path,
-    replayed,
-    rows_of,
     tensors,
 )
 
@@ -20,6 +18,7 @@ import attnbench
 from attnbench import attention, explain
 from attnbench.dispatch.memory import listening
 from attnbench.harness.autotune import run as tuning
+from attnbench.harness.autotune.tuning import alone
 
 
 def test_a_deadline_ends_a_plan_that_hangs_and_leaves_no_process(planted, monkeypatch):
@@ -67,17 +66,6 @@ def test_what_takes_most_of_the_program_s_time_comes_first(unmeasured):
     }
 
 
-def test_a_spec_that_is_cut_off_is_not_in_the_table(planted, monkeypatch):
-    monkeypatch.setattr(tuning, "measured_within", replayed(rows_of(64, 32), most=3))
-    tuned = attnbench.autotune(60, backends=FAST).measure([spec(32), spec(64), spec(8)], "cpu")
-    assert [each.spec for each in tuned.measured] == [spec(64)]
-    assert entries(own_path()) == {spec(64): {SLOW, FAST}}
-    assert tuned.skipped == {
-        spec(32): "it was not measured whole when 60 s were over",
-        spec(8): "no time was left of 60 s",
-    }
-
-
 def test_an_interrupt_keeps_what_is_whole_and_leaves_no_process(planted, monkeypatch):
     others = children()
     keep = tuning.Autotune._keep
@@ -96,3 +84,14 @@ def test_an_interrupt_keeps_what_is_whole_and_leaves_no_process(planted, monkeyp
     assert entries(own_path()) == {spec(64): {SLOW, FAST}}
     assert str(explain(*tensors(64)).plan) == FAST
     assert listening.active is None
+
+
+def test_who_cannot_measure_because_another_does_says_so(unmeasured):
+    with alone(own_path(), 0.0) as ours:
+        assert ours
+        # Locks of one process exclude each other as those of two do: each belongs to what was opened.
+        tuned = attnbench.autotune(0.2).measure([spec()], "cpu")
+    assert not unmeasured
+    assert tuned.skipped == {spec(): "another process was measuring for this table all the time"}
+    attnbench.autotune(60).measure([spec()], "cpu")
+    assert len(unmeasured) == 1

@@ -1,42 +1,26 @@
 """A spec of which time reached some plans: kept if what ran before is one of them, and completed by the next one."""
 
-from datetime import datetime, timezone
-
 import paced
 import pytest
-from flat import measurement
+import tunable
 from paced import spec
-from planted import CPU, setup
+from planted import setup
 from tunable import BREAKS, FAST, FP8, SLOW, entries, measuring_nothing, own_path, replayed, tensors
 
 import attnbench
 from attnbench import api, attention, explain
 from attnbench.harness.autotune import run as tuning
-from attnbench.harness.autotune.observed_specs import ObservedSpec, ObservedSpecs
-from attnbench.harness.autotune.tuning import tuning_task
 from attnbench.harness.results.condense import condense
-from attnbench.kernels.plan import Plan
 from attnbench.tables.table import Table
 
 HERE = setup(paced.SOURCE)
-NOTHING = Table(HERE.environment, {})
 
 
 pytestmark = pytest.mark.usefixtures("planted")
 
 
 def row(plan, call_ms=None, length=64, fp8_error=0.05):
-    """A row of the plan; without a time of one that gave no answer."""
-    numbers = {
-        "time_ms": dict.fromkeys(("kernel", "prepared", "call"), [call_ms] * 5),
-        "error": {family: {"out": fp8_error if plan == FP8 else 0.002} for family in ("normal", "outlier")},
-        "bound": 0.1, "declared_error": 0.05, "truth": "fp64", "timer": "perf_counter", "drawn_on": "cpu",
-    }  # fmt: skip
-    ended = {"status": "ok", **numbers} if call_ms else {"status": "timeout", "reason": "no answer within 5 s"}
-    return measurement(
-        case=str(spec(length)), spec=spec(length), plan=Plan(plan), environment=HERE.environment,
-        started=datetime.now(timezone.utc), **ended,
-    )  # fmt: skip
+    return tunable.row(spec(length), plan, call_ms, fp8_error if plan == FP8 else 0.002)
 
 
 def tuned_by(monkeypatch, *rows, seconds=60, **how):
@@ -77,12 +61,6 @@ def test_without_these_it_is_not(monkeypatch, rows):
     assert not own_path().exists()
     (reason,) = tuned.skipped.values()
     assert reason == f"{SLOW}: timeout: no answer within 5 s" if len(rows) == 3 else "10 s were over" in reason
-
-
-def test_what_takes_too_long_may_be_the_fastest_all_the_same(monkeypatch):
-    rows = row(SLOW), row(FAST, 10.0), row(FP8, 5.0)
-    assert not tuned_by(monkeypatch, *rows, seconds=120, dtype="fp8").measured
-    assert not own_path().exists()
 
 
 def test_the_next_autotune_completes_it_beside_the_fastest(monkeypatch):
@@ -138,19 +116,3 @@ def test_what_runs_now_and_where_nothing_is_known_comes_first_then_who_is_predic
     assert to_be_measured(dtype="fp8")[0] == [[FAST, SLOW, FP8, BREAKS]]
     near_by(fp8_error=0.3)
     assert to_be_measured(dtype="fp8")[0] == [[FAST, SLOW, BREAKS, FP8]]
-
-
-def test_where_nothing_is_known_plans_come_in_their_declared_order(monkeypatch):
-    monkeypatch.setattr(HERE.registry.forward(FP8), "preference", 0.5)
-    errand = tuning_task(ObservedSpec(spec(64), CPU), HERE, True, (), NOTHING, False)
-    assert list(map(str, errand.plans)) == [SLOW, FP8, BREAKS, FAST]  # in turn of calls with FP8 and without
-
-
-def test_named_backends_are_measured_beside_what_is_asked_now_and_nothing_else():
-    near_by()
-    assert to_be_measured(dtype="fp8", backends=BREAKS)[0] == [[FP8, BREAKS]]
-
-
-def test_sinks_are_measured_as_none():
-    observed = ObservedSpecs()
-    assert observed.of(spec().replace(sinks=True, return_lse=True), CPU) is observed.of(spec(), CPU)

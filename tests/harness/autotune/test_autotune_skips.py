@@ -10,12 +10,11 @@ from tunable import FAST, SLOW, replayed, rows_of, tensors
 
 import attnbench
 from attnbench import attention, use_backend
-from attnbench.dispatch.memory import executions, listening
+from attnbench.dispatch.memory import listening
 from attnbench.errors import InputError, MisuseError, OutputError, UnknownBackendError
 from attnbench.harness.autotune import run as tuning
 from attnbench.harness.autotune.tuning import shortage
 from attnbench.harness.measure.setup import INSTALLED
-from attnbench.kernels.execution import Execution
 from attnbench.kernels.plan import Plan
 from attnbench.kernels.registry import registry
 
@@ -83,35 +82,6 @@ def test_a_program_that_fails_is_not_measured(unmeasured):
     assert listening.active is None
     with attnbench.autotune(0):  # the place is free
         pass
-
-
-def test_calls_are_counted_only_while_it_is_open(unmeasured):
-    attention(*tensors())
-    with attnbench.autotune(0):
-        attention(*tensors())
-        assert type(next(iter(executions.entries.values()))) is not Execution
-    attention(*tensors())
-    assert [type(each) for each in executions.entries.values()] == [Execution]
-
-
-def test_a_compiled_program_is_seen_and_not_compiled_anew(unmeasured, compiled_anew):
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph
-
-    function = torch.compile(lambda q, k, v: attention(q * 1, k, v, is_causal=True), backend=backend, fullgraph=True)
-    x = tensors()
-    with torch.no_grad():
-        function(*x)
-        with attnbench.autotune(0) as tuned:
-            for _ in range(3):
-                function(*x)
-        function(*x)
-    assert len(graphs) == 1
-    assert [asked.calls for asked in tuned._asked.heaviest_first] == [3]
-    assert [asked.mask.kind for asked in tuned.skipped] == ["causal"]
 
 
 def test_a_gpu_without_room_is_said_and_not_tried(monkeypatch):

@@ -2,17 +2,16 @@
 
 import threading
 import time
-from datetime import datetime, timezone
 from types import SimpleNamespace
 
 import paced
 import pytest
-from flat import measurement
 from hypothesis import given
 from hypothesis import strategies as st
 from paced import spec
 from patience import PATIENCE
 from planted import setup
+from tunable import row
 
 from attnbench.harness.autotune import deadline as module
 from attnbench.harness.autotune.deadline import measured_within
@@ -24,17 +23,6 @@ from attnbench.kernels.plan import Plan
 PLANS = [Plan(f"paced:bf16-{number}") for number in range(10)]
 CASES = [Case(str(spec(length)), spec(length)) for length in (64, 32, 16)]
 HERE = setup(paced.SOURCE)
-
-
-def row(case, plan, call_ms=1.0, status="ok"):
-    numbers = {
-        "time_ms": dict.fromkeys(("kernel", "prepared", "call"), [call_ms] * 3), "error": {"normal": {"out": 0.002}},
-        "bound": 0.01, "declared_error": 0.005, "truth": "fp64", "timer": "perf_counter", "drawn_on": "cpu",
-    }  # fmt: skip
-    return measurement(
-        case=case.name, spec=case.spec, plan=plan, status=status, environment=HERE.environment,
-        started=datetime.now(timezone.utc), **(numbers if status == "ok" else {"reason": "planted"}),
-    )  # fmt: skip
 
 
 class Bench:
@@ -71,7 +59,7 @@ class Bench:
             raise StoppedError
         self.now += self.starting + self.each * len(plans)
         for plan in reversed(plans):
-            yield row(case, plan, self.call_ms(plan))
+            yield row(case.spec, plan, self.call_ms(plan))
 
     def rows(self, work, seconds):
         return [event.row for event in measured_within(HERE, work, seconds) if isinstance(event, Finished)]
@@ -115,15 +103,6 @@ def test_with_time_for_all_there_are_few_stages_and_with_little_they_are_small(m
     bench = Bench(monkeypatch, starting=20.0, each=1.0)
     bench.rows([(CASES[0], PLANS)], 40.0)
     assert [len(plans) for _, plans in bench.stages] == [4, 2]
-
-
-def test_of_the_leaders_one_needs_no_fp8(monkeypatch):
-    fast, plain = Plan("paced:fp8"), PLANS[1]
-    times = {fast: 0.1, plain: 0.5}
-    bench = Bench(monkeypatch, starting=50.0, call_ms=lambda plan: times.get(plan, 1.0))
-    bench.rows([(CASES[0], [PLANS[0], fast, plain, *PLANS[2:]])], 100.0)
-    assert bench.stages[1][1][:2] == [fast, plain]
-    assert len(bench.stages[1][1]) == 3
 
 
 def test_a_plan_that_never_ends_costs_its_own_stage_and_the_deadline_ends_it_at_once(monkeypatch):

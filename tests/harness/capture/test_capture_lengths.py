@@ -52,17 +52,6 @@ def test_what_was_captured_is_measured_with_the_lengths_that_it_had(tmp_path):
         draw(training.spec, training.families[0], CPU, SequenceLengths(layout="packed", q=(9, 1, 30)))
 
 
-def test_a_packed_call_beyond_the_budget_keeps_some_heads_of_all_sequences(tmp_path):
-    file = tmp_path / "acts.safetensors"
-    q, kv = torch.randn(40, 8, 16, dtype=torch.bfloat16), torch.randn(40, 4, 16, dtype=torch.bfloat16)
-    with capture(file, max_bytes=10_000):
-        packed(q, kv)
-    (call,) = read_captured(file).calls
-    assert (call.kv_heads, call.spec.heads, call.whole.heads) == ([0], 2, 8)
-    assert call.lengths.q == (9, 0, 31)
-    assert torch.equal(read_captured(file).tensors(0)["q"][0].transpose(0, 1), q[:, :2])
-
-
 def test_lengths_that_do_not_fit_their_call_are_said(tmp_path):
     file = tmp_path / "acts.safetensors"
     x = torch.randn(40, 2, 16, dtype=torch.bfloat16)

@@ -49,12 +49,3 @@ def test_late_calls_are_as_likely_to_stay_as_early_ones():
     assert len(kept) == 100
     # The mean of 100 uniform numbers has a deviation of 0.029.
     assert abs(mean(number / 2000 for number, _, _ in kept) - 0.5) < 0.1
-
-
-def test_what_does_not_stay_displaces_nothing():
-    reservoir = Reservoir(100, 100)
-    filled(reservoir, [("a", f"{number}", 1) for number in range(90)])
-    assert reservoir.offer((90, "b", "x"), kind="b", source="x", size=101) == [(90, "b", "x")]
-    assert len(reservoir.items) == 90
-    reservoir.remove(reservoir.items[3])
-    assert reservoir.held == 89

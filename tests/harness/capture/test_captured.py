@@ -19,8 +19,6 @@ from attnbench.harness.capture.file import (
     tensor_shapes,
     write_captured,
 )
-from attnbench.harness.cases.case import Case
-from attnbench.harness.cases.file import read_captured_cases, read_cases
 from attnbench.harness.cases.inputs import draw
 from attnbench.problem.dtypes import TO_TORCH
 from attnbench.problem.mask import Mask
@@ -141,39 +139,6 @@ def test_values_that_are_not_finite_here_or_in_the_sweep_s_dtype_are_refused(tmp
             draw(SPEC.replace(dtype=dtype), read_captured(tmp_path / "x.safetensors").family(0), CPU)
 
 
-def test_a_file_is_a_case_for_each_call(acts):
-    cases = read_captured_cases(acts, "fp8")
-    assert [case.spec for case in cases] == [call.spec.replace(dtype="bf16") for call in read_captured(acts).calls]
-    assert len({case.name for case in cases}) == 3
-    assert all("from fp32" in case.name for case in cases)
-    assert all(draw(case.spec, case.families[0], CPU).q.dtype == torch.bfloat16 for case in cases)
-    assert not any("from" in case.name for case in read_captured_cases(acts, "fp32"))
-
-
-ENTRY = "- batch: 1\n  heads: 4\n  kv_heads: 2\n  seqlen_q: 5\n  seqlen_kv: 7\n  head_dim: 8\n  head_dim_v: 4\n"
-
-
-def test_a_yaml_file_names_it_beside_other_families(acts):
-    cases = acts.parent / "cases.yaml"
-    rest = "  direction: [training, forward]\n  families: [normal, captured:acts.safetensors]\n"
-    cases.write_text(ENTRY + "  mask: causal\n" + rest)
-    training, forward = read_cases(cases, "fp8")
-    assert training.families == forward.families == ("normal", read_captured(acts).family(0))
-    assert draw(training.spec, training.families[1], CPU).grad_out is not None
-    cases.write_text(ENTRY + "  mask: none\n" + rest)
-    with pytest.raises(MalformedFileError, match="mask is causal, not none") as caught:
-        read_cases(cases, "fp8")
-    assert (caught.value.path, caught.value.line) == (cases, 1)
-    cases.write_text(ENTRY + "  families: [captured:none.safetensors]\n")
-    with pytest.raises(MalformedFileError, match=r"none\.safetensors: cannot be read"):
-        read_cases(cases, "fp8")
-
-
-def test_text_alone_is_no_captured_family():
-    with pytest.raises(InputError, match="captured:FILE"):
-        Case("a", SPEC, ("captured:acts.safetensors@01234567#0",))
-
-
 def content(index, tensors):
     return save(tensors, {KEY: json.dumps(index)})
 
@@ -226,14 +191,6 @@ def test_a_corrupt_file_or_one_that_lies_is_malformed(acts, kind):
     with pytest.raises(MalformedFileError, match=said) as caught:
         read_captured(acts)
     assert str(caught.value).startswith(f"{acts}: expected ")
-
-
-def test_no_file_and_no_regular_file(tmp_path):
-    with pytest.raises(MalformedFileError, match="No such file"):
-        read_captured(tmp_path / "none.safetensors")
-    for path in (tmp_path, tmp_path.__class__("/dev/zero")):
-        with pytest.raises(MalformedFileError, match="expected a file, not"):
-            read_captured(path)
 
 
 @given(st.binary(max_size=300), st.integers(0, 200))

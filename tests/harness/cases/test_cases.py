@@ -5,10 +5,9 @@ import itertools
 import pytest
 
 from attnbench.errors import InputError, MalformedFileError
-from attnbench.harness.cases.case import SWEEP_DTYPES, Case, admits, tensor_dtype
+from attnbench.harness.cases.case import Case, tensor_dtype
 from attnbench.harness.cases.file import read_cases
 from attnbench.harness.cases.presets import PRESETS, preset_cases
-from attnbench.kernels.plan import Plan
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 
@@ -24,49 +23,11 @@ def test_presets_hold_different_specs_of_the_right_type(name, device):
     assert {case.spec.dtype for case in preset_cases(name, "fp32", device)} == {"fp32"}
 
 
-def test_quick_looks_both_ways_and_at_every_kind():
-    for device in ("cpu", "cuda"):
-        specs = [case.spec for case in preset_cases("quick", "fp8", device)]
-        assert {spec.direction for spec in specs} == {"forward", "training"}
-        assert {spec.mask.kind for spec in specs} == {"none", "causal"}
-        assert any(spec.group > 1 for spec in specs)
-        assert {64, 128} <= {spec.head_dim for spec in specs}
-    assert all(case.spec.flops < 3e9 for case in preset_cases("quick", "fp8", "cpu"))
-
-
-@pytest.mark.parametrize(("name", "direction"), [("inference", "forward"), ("training", "training")])
-def test_the_broad_presets_span_what_models_use(name, direction):
-    specs = [case.spec for case in preset_cases(name, "fp8", "cuda")]
-    assert len(specs) >= 60
-    assert {spec.direction for spec in specs} == {direction}
-    assert {64, 80, 96, 128, 192, 256} <= {spec.head_dim for spec in specs}
-    assert {1, 4, 8} <= {spec.group for spec in specs}
-    lengths = {spec.seqlen_q for spec in specs}
-    assert {512, 32768} <= lengths
-    assert any(length % 2 for length in lengths)
-
-
-def test_long_reaches_from_32k_to_128k_keys_and_looks_at_v_with_a_mean():
-    lengths = {case.spec.seqlen_kv for case in preset_cases("long", "fp8", "cuda")}
-    assert {32768, 131072} <= lengths
-    assert min(lengths) >= 32768
-    for name, device in itertools.product(PRESETS, ("cpu", "cuda")):
-        families = {case.families for case in preset_cases(name, "fp8", device)}
-        assert families == {("normal", "outlier", "biased-v") if name == "long" else ("normal", "outlier")}
-    assert Case("a", SPEC).families == ("normal", "outlier")
-
-
 def test_no_such_preset_or_dtype():
     with pytest.raises(InputError, match="quick, inference, training, long, packed, padded, models, table"):
         preset_cases("fast", "fp8", "cpu")
     with pytest.raises(InputError, match="fp8, bf16, fp16, fp32"):
         tensor_dtype("int4")
-
-
-def test_fp8_plans_are_opted_into():
-    narrow, wide = Plan("fa3:fp8", "fa4:bf16"), Plan("fa3:bf16")
-    assert [admits(dtype, narrow) for dtype in SWEEP_DTYPES] == [True, False, False, False]
-    assert all(admits(dtype, wide) for dtype in SWEEP_DTYPES)
 
 
 @pytest.mark.parametrize(
@@ -114,15 +75,6 @@ def test_lists_are_multiplied_out(tmp_path):
     assert mine == Case(
         "mine", AttentionSpec.make(batch=1, heads=1, seqlen_q=16, head_dim=8, dtype="fp16"), ("outlier",)
     )
-
-
-def test_a_name_is_put_before_each_of_several_cases(tmp_path):
-    file = tmp_path / "cases.yaml"
-    file.write_text(ENTRY + "  name: llama\n  mask: [none, causal]\n")
-    assert [case.name for case in read_cases(file, "fp8")] == [
-        "llama b1 h2 s8 d16 bf16 forward",
-        "llama b1 h2 s8 d16 bf16 causal forward",
-    ]
 
 
 @pytest.mark.parametrize(

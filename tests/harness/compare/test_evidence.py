@@ -50,13 +50,6 @@ def test_no_single_round_moves_the_estimate_beyond_the_others(values, wild, plac
     assert min(others) - 1e-12 <= found.shift <= max(others) + 1e-12
 
 
-@pytest.mark.parametrize("count", range(FEWEST))
-def test_of_too_few_rounds_nothing_is_said(count):
-    assert of_generation([0.1] * count) is None
-    assert combined([[0.1] * count] * 3, FLOOR) is None
-    assert combined([], FLOOR) is None
-
-
 def test_equal_rounds_are_no_more_certain_than_the_floor():
     assert combined([[0.0] * 40], FLOOR).deviation == pytest.approx(FLOOR)
     assert combined([[0.0] * 40] * 4, FLOOR).deviation == pytest.approx(FLOOR / 2)

@@ -1,14 +1,11 @@
 """Which rows a gate takes, how far apart it takes two runs to be, and its rounds as a later gate's base."""
 
-import statistics
-
 import pytest
 import torch
-from compared import QUICK, results, row, times
+from compared import results, row, times
 
 from attnbench.harness.compare.gate.rounds import read_rounds, rounds_of, rounds_text
-from attnbench.harness.compare.gate.rows import MOST_ROWS, brief_timer, choose_rows, gate_rows, repeatable
-from attnbench.harness.compare.pairs import rows_of
+from attnbench.harness.compare.gate.rows import brief_timer, choose_rows, gate_rows
 from attnbench.harness.compare.terms import Terms
 from attnbench.harness.measure.timing import Timer
 from attnbench.problem.spec import AttentionSpec
@@ -35,28 +32,6 @@ def test_the_fastest_accurate_plans_of_both_precisions_come_first_and_then_the_c
     assert [str(each.plan) for each in choose_rows(known, 3)] == names[:3]
 
 
-def test_of_the_committed_rows_twenty_are_taken_and_the_fastest_of_each_case_among_them():
-    known = rows_of(QUICK)
-    taken = choose_rows(known)
-    assert len(taken) == MOST_ROWS
-    eligible = [each for each in known.values() if each.status == "ok" and not each.emulated and repeatable(each)]
-    for case in {each.case for each in eligible}:
-        fastest = min(
-            (each for each in eligible if each.case == case), key=lambda each: statistics.median(each.time_ms["call"])
-        )
-        assert fastest.key in {each.key for each in taken}
-
-
-def test_a_first_look_takes_one_visit_where_a_sweep_takes_two():
-    assert (brief_timer(CPU).fewest, Timer.for_device(CPU).fewest) == (1, 2)
-    assert brief_timer(CPU).limit < brief_timer(CPU).visit, "the first visit reaches the limit"
-
-
-def test_captured_inputs_cannot_be_drawn_again():
-    assert repeatable(row())
-    assert not repeatable(row(error={"captured:0": {"out": 0.01}}))
-
-
 @pytest.mark.parametrize(
     ("device", "recorded", "same_gpu", "prepared", "host"),
     [(CUDA, None, True, 0.0, 0.0), (CUDA, {}, True, 0.004, 0.2), (CUDA, {}, False, 0.03, 0.2)],
@@ -68,6 +43,7 @@ def test_two_runs_beside_the_anchor_are_taken_to_differ(device, recorded, same_g
 
 
 def test_on_a_cpu_a_call_is_one_cost_and_a_backward_is_for_training():
+    assert (brief_timer(CPU).fewest, Timer.for_device(CPU).fewest, Timer.for_device(CUDA).fewest) == (1, 2, 4)
     (found,) = gate_rows([row()], Terms(), CPU, None, {})
     assert [(cost, each.run) for cost, each in found.series.items()] == [("call", 0.2)]
     spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=16, head_dim=16, direction="training")

@@ -64,6 +64,9 @@ def test_other_times(attention_benchmark, monkeypatch):
     monkeypatch.setattr(Stats, "update", lambda self, duration: kept(self, 2 * duration))
     attention_benchmark("planted:bf16", SPEC, device="cpu")
 
+def test_late(benchmark, request):  # when pytest-benchmark cannot be told any more
+    request.getfixturevalue("attention_benchmark")
+
 def test_twice(attention_benchmark):
     attention_benchmark("planted:bf16", SPEC, device="cpu")
     attention_benchmark("planted:bf16", SPEC, device="cpu")
@@ -78,7 +81,7 @@ BEFORE = {"fullname": "test_it.py::test_slow", "name": "test_slow", "group": Non
 
 
 @pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which a session has measured and saved, after one that was twenty times as fast; what it printed."""
     folder = tmp_path_factory.mktemp("measured")
     install(folder)
@@ -89,17 +92,8 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     comparing = ("--benchmark-compare=before.json", "--benchmark-compare-fail=median:200%")
     done = pytest_in(folder, "--junitxml=out.xml", "--benchmark-only", "--benchmark-max-time=0.02", *saving, *comparing)
     assert done.returncode != 0
-    return folder, done.stdout + done.stderr
-
-
-@pytest.fixture(scope="module")
-def measured(session: tuple[Path, str]) -> Path:
-    return session[0]
-
-
-@pytest.fixture(scope="module")
-def output(session: tuple[Path, str]) -> str:
-    return session[1]
+    (folder / "printed").write_text(done.stdout + done.stderr)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +121,7 @@ def test_what_is_saved_are_the_samples_of_the_row(
 ) -> None:
     found, row = benchmarks[name], rows[name]
     assert found["stats"]["data"] == [sample / 1e3 for sample in row.time_ms[cost]]
-    assert found["stats"]["rounds"] == len(row.time_ms[cost]) > 1
+    assert found["stats"]["rounds"] == len(row.time_ms[cost])
     assert found["stats"]["iterations"] == 1
     told = found["extra_info"]
     assert (told["cost"], told["device"], told["plan"]) == (cost, "cpu", str(row.plan))
@@ -135,12 +129,6 @@ def test_what_is_saved_are_the_samples_of_the_row(
     assert told["error"] == row.error
     assert told["bound"] == row.correctness.bound
     assert found["options"] == {"timer": row.performance.timer}
-
-
-def test_errors_are_those_of_the_families_that_were_asked_for(benchmarks: dict[str, Any]) -> None:
-    told = benchmarks["test_quantised"]["extra_info"]
-    assert told["error"].keys() == told["floor"].keys() == {"normal", "sink"}
-    assert told["bound"] == 0.3
 
 
 def test_a_benchmark_of_the_users_own_is_what_it_was(benchmarks: dict[str, Any]) -> None:
@@ -163,9 +151,9 @@ def test_the_environment_is_in_machine_info(saved: dict[str, Any], rows: dict[st
     assert found["cpu"]["backends"]["planted"] == "1.0"
 
 
-def test_a_session_is_compared_with_a_saved_one(output: str) -> None:
+def test_a_session_is_compared_with_a_saved_one(measured: Path) -> None:
     """pytest-benchmark's own comparison judges our samples."""
-    assert re.search(r"Performance has regressed:\n\ttest_slow .*'median'", output)
+    assert re.search(r"Performance has regressed:\n\ttest_slow .*'median'", (measured / "printed").read_text())
 
 
 @pytest.mark.parametrize(
@@ -206,12 +194,13 @@ def test_what_goes_wrong_fails_its_own_test_with_the_reason(outcomes: dict[str, 
         "test_optional": f"skipped: {refusal}",
         "test_unknown": "failure: attnbench.errors.UnknownBackendError: no forward kernel is named 'planted:bf61'",
         "test_other_times": "failure: attnbench.errors.AttnbenchError: pytest-benchmark ",
+        "test_late": "failure: attnbench.errors.MisuseError",
         "test_twice": "failure: pytest_benchmark.fixture.FixtureAlreadyUsed",
     }
     for name, outcome in outcomes.items():
         assert outcome.startswith(expected[name]) if name in expected else not outcome, (name, outcome)
     assert expected.keys() <= outcomes.keys()
-    assert len(outcomes) == 18
+    assert len(outcomes) == 19
 
 
 def test_a_plan_that_does_not_exist_is_shown_at_the_test_s_own_line(measured: Path) -> None:

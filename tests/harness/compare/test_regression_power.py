@@ -1,9 +1,6 @@
 """What a comparison of real result sets shows and does not invent, on the committed rows of an H200."""
 
-import random
-
-import pytest
-from compared import COMMITTED, INFERENCE, QUICK, results, slowed
+from compared import COMMITTED, results
 
 from attnbench.harness.compare.regression import compare_results
 from attnbench.harness.compare.terms import Terms
@@ -27,16 +24,3 @@ def test_two_sweeps_of_one_gpu_that_ran_the_same_code_show_nothing():
         assert compare_results(base, new, Terms(costs=("kernel", "prepared", "call"))).counts == {
             "uncertain": len(both)
         }
-
-
-@pytest.mark.parametrize(
-    ("path", "count"),
-    [(QUICK, 3), *(pytest.param(path, None, marks=pytest.mark.exhaustive) for path in (QUICK, INFERENCE))],
-)
-def test_any_one_row_that_takes_half_as_long_again_is_slower_and_no_other(path, count):
-    rows = measured(path)
-    base = results(*rows)
-    for each in rows if count is None else random.Random(5).sample(rows, count):
-        found = compare_results(base, base | results(slowed(each, 1.5)), Terms())
-        assert [outcome.key for outcome in found.outcomes if outcome.verdict == "slower"] == [each.key]
-        assert found.exit_code == 1

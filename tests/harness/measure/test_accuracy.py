@@ -1,6 +1,5 @@
 """Errors are numbers against the truth, and nothing that is not finite slips through."""
 
-import json
 import math
 from dataclasses import astuple
 
@@ -10,7 +9,6 @@ from dense import dense_attention, dense_gradients
 from hypothesis import given
 from hypothesis import strategies as st
 from planted import FakeForward, healthy
-from pydantic import TypeAdapter, ValidationError
 
 from attnbench.errors import AttnbenchError
 from attnbench.harness.cases.inputs import draw
@@ -50,25 +48,12 @@ def errors_of(truth: Truth, values: dict[str, torch.Tensor]) -> dict[str, float]
     return {name: each.error for name, each in truth.judge(values).items()}
 
 
-@given(st.floats(-3, 3), st.integers(0, 2**32))
-def test_scaling_the_answer_is_an_error_of_the_scale_minus_one(scale, seed):
-    truth = torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    assert relative_l2(truth * scale, truth) == pytest.approx(abs(scale - 1), abs=1e-12)
-
-
 def test_something_against_nothing_is_infinite_and_nothing_against_nothing_is_right():
     nothing, rows = torch.zeros(3), torch.tensor([1.0, -math.inf, 2.0])
     assert relative_l2(nothing.clone(), nothing) == relative_l2(rows.clone(), rows) == 0.0
     assert relative_l2(torch.tensor([0.0, 1e-30, 0.0]), nothing) == math.inf
     for wrong in ((1.0, -1e30, 2.0), (-math.inf, -math.inf, 2.0), (1.0, -math.inf, math.nan)):
         assert relative_l2(torch.tensor(wrong), rows) == math.inf
-
-
-def test_a_right_answer_has_the_error_of_its_rounding():
-    errors = errors_of(Truth.of(SPEC, draw(SPEC, "normal", CPU), REGISTRY), answers(SPEC))
-    assert set(errors) == {"out", "lse", "dq", "dk", "dv"}
-    assert errors.pop("lse") < 1e-12
-    assert all(1e-4 < error < 3e-3 for error in errors.values())
 
 
 @pytest.mark.parametrize("share", [0.05, 0.2, 0.5, 0.9])
@@ -193,16 +178,6 @@ def test_an_lse_of_rows_without_keys_is_right_at_minus_infinity_only():
     assert judge_tensor("lse", empty, empty).detail == Detail(None, 0.0, 0.0, 0.0, 0)
 
 
-@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_counted_and_makes_every_number_infinite(wrong):
-    truth = normal(2, 3, 40, 8)
-    value = truth.to(torch.bfloat16)
-    value[1, 2, 7, 3:6] = wrong
-    found = judge_tensor("out", value, truth)
-    assert found.error == math.inf
-    assert found.detail == Detail(None, math.inf, math.inf, math.inf, 3)
-
-
 def test_a_truth_of_zeros_makes_no_nan():
     truth = torch.zeros(1, 2, 3, 4, dtype=torch.float64)
     assert judge_tensor("dq", truth.clone(), truth).detail == Detail(None, 0.0, 0.0, 0.0, 0)
@@ -214,15 +189,6 @@ def test_a_truth_of_zeros_makes_no_nan():
     unit = judge_tensor("dq", truth + 0.1, truth, unit=4.0)  # rows of length 0.2
     assert [unit.error, unit.detail.worst_head, unit.detail.worst_row] == pytest.approx([0.05] * 3)
     assert unit.detail.bias == 0.0
-
-
-def test_judging_leaves_the_value_alone_and_does_not_mind_its_strides():
-    truth = normal(2, 3, 5, 4)
-    value = (truth * 1.01).permute(2, 0, 3, 1).contiguous().permute(1, 3, 0, 2)
-    before = value.clone()
-    assert not value.is_contiguous()
-    assert judge_tensor("out", value, truth) == judge_tensor("out", value.contiguous(), truth)
-    assert torch.equal(value, before)
 
 
 def test_one_key_leaves_no_gradient_and_a_kernel_is_not_blamed_for_the_rounding_of_zero():
@@ -239,26 +205,6 @@ def test_one_key_leaves_no_gradient_and_a_kernel_is_not_blamed_for_the_rounding_
     floor = truth.exact_on(operands)
     assert all(each.error < 0.2 for judge in (truth.judge, floor.judge) for each in judge(values).values())
     assert truth.judge({"dq": inputs.q})["dq"].error > 0.5
-
-
-def test_detail_is_written_as_json_and_read_back_strictly():
-    adapter = TypeAdapter(Detail)
-    for detail in (Detail(20.5, 0.1, math.inf, -0.25, 3), Detail(None, 0.0, 0.0, math.inf, 0)):
-        text = adapter.dump_json(detail)
-        assert b"Infinity" in text
-        assert b"NaN" not in text
-        assert adapter.validate_json(text) == detail
-    good = json.loads(adapter.dump_json(Detail(20.5, 0.1, 0.2, -0.25, 3)))
-    for change in (
-        {"extra": 1},
-        {"worst_row": -1.0},
-        {"worst_row": "0.5"},
-        {"nonfinite": 1.5},
-        {"bias": None},
-        {"sqnr_db": math.nan},
-    ):
-        with pytest.raises(ValidationError):
-            adapter.validate_json(json.dumps(good | change))
 
 
 def test_own_errors_are_those_against_dense_attention_on_the_operands():

@@ -74,9 +74,3 @@ def test_a_thread_that_ends_meanwhile_or_a_core_that_is_gone_does_no_harm(parked
 def test_devices_have_cores_of_their_own_while_there_are_enough():
     cores = os.sched_getaffinity(0)
     assert {core_for(index) for index in range(len(cores) + 1)} == cores
-
-
-def test_no_core_moves_nothing():
-    usual = os.sched_getaffinity(0)
-    with on_core(None):
-        assert os.sched_getaffinity(0) == usual

@@ -39,16 +39,6 @@ def clocked(monkeypatch):
     return clocked
 
 
-def test_samples_are_milliseconds_of_the_call():
-    start = time.perf_counter()
-    taken = timer(visit=0.1).take(lambda: time.sleep(0.004))
-    took = time.perf_counter() - start
-    assert all(sample >= 4 for sample in taken.device_ms)
-    assert 4 <= sum(taken.device_ms) <= took * 1e3
-    assert taken.host_ms == taken.device_ms
-    assert taken.late_ms == 0
-
-
 def test_samples_are_raw_and_in_order(clocked):
     taken = timer().take(clocked(0.005, 0.001, 0.003, 0.002, 0.004))
     assert taken.device_ms == pytest.approx([1, 3, 2, 4])  # the first warms up; it says that four fit
@@ -60,10 +50,6 @@ def test_a_visit_takes_its_time_and_one_sample_at_least(clocked, each, count):
     taken = timer().take(clock)
     assert len(taken.device_ms) == count
     assert clock.calls == count + 1
-
-
-def test_a_call_that_takes_no_time_at_all_ends(clocked):
-    assert 1 <= len(timer().take(clocked(0.0)).device_ms) < 1000
 
 
 def test_a_call_beyond_all_patience_runs_once_and_is_its_own_warm_up(clocked):
@@ -78,21 +64,6 @@ def test_gradients_are_not_recorded_while_sampling():
     assert seen
     assert not any(seen)
     assert torch.is_grad_enabled()
-
-
-def test_the_record_says_what_a_sample_is(monkeypatch):
-    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
-    assert timer().conditions == "perf_counter, caches warm, OMP_WAIT_POLICY passive"
-    monkeypatch.setenv("OMP_WAIT_POLICY", "x" * 1000)
-    assert len(timer().conditions) <= 200
-
-
-def test_every_kind_of_device_has_limits_that_can_be_kept():
-    for kind in ("cpu", "cuda"):
-        chosen = Timer.for_device(torch.device(kind))
-        assert 0 < chosen.visit < chosen.limit
-        assert chosen.fewest * chosen.visit < chosen.limit
-        assert 0 < chosen.narrow < 0.03  # the change that a comparison is to find
 
 
 @given(host=st.floats(1e-5, 8e-3), device=st.floats(1e-5, 8e-3), before=st.floats(0, 1))

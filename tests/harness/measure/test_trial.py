@@ -1,7 +1,6 @@
 """A case on a bench, in this process: what plans do to its buffers, to each other, and when they are judged."""
 
 import math
-import time
 from collections import Counter
 
 import planted
@@ -192,32 +191,13 @@ def test_errors_are_taken_after_the_samples_and_in_their_state(monkeypatch):
     assert min(judged["out"].error for judged in findings.judged.values()) == pytest.approx(1, rel=0.01)
 
 
-def test_a_visit_holds_every_cost_and_its_span(monkeypatch):
-    bench = bench_of(monkeypatch, case=TRAINING)
-    plan = Plan.parse("small:fp8>wide:bf16")
+def test_a_visit_holds_every_cost_within_its_span(monkeypatch):
+    bench, plan = bench_of(monkeypatch, case=TRAINING), Plan.parse("small:fp8>wide:bf16")
     bench.prepare(plan)
-    first, second = bench.sample(plan), bench.sample(plan)
-    for visit in (first, second):
-        assert list(visit.time_ms) == ["kernel", "prepared", "backward", "call"]
-        assert len(visit.host_ms) == len(visit.time_ms["call"])
-        assert sum(map(sum, visit.time_ms.values())) / 1e3 <= visit.span[1] - visit.span[0]
-        assert visit.replayed == ()
-        assert visit.late_ms == 0
-    assert first.span[1] <= second.span[0]
-    bench.prepare(HONEST_TRAINING)
-    assert list(bench.sample(HONEST_TRAINING).time_ms) == ["kernel", "prepared", "backward", "call"]
-
-
-def test_the_first_run_is_timed_with_what_it_does_once(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-
-    def compiles(call, q, k, v):
-        now[0] = 0.1
-
-    bench = bench_of(monkeypatch, Watching(compiles))
-    assert bench.prepare(WATCHED).first_ms == pytest.approx(100)
-    assert bench.prepare(WATCHED).first_ms == 0
+    visit = bench.sample(plan)
+    assert list(visit.time_ms) == ["kernel", "prepared", "backward", "call"]
+    assert sum(map(sum, visit.time_ms.values())) / 1e3 <= visit.span[1] - visit.span[0]
+    assert (visit.replayed, visit.late_ms) == ((), 0)
 
 
 def test_what_was_not_prepared_or_was_dropped_is_not_measured(monkeypatch):
@@ -241,31 +221,6 @@ def test_what_was_not_prepared_or_was_dropped_is_not_measured(monkeypatch):
         bench.sample(HONEST_TRAINING)
 
 
-def test_a_state_that_follows_what_was_seen_is_that_of_the_family(monkeypatch):
-    """Each family is judged after runs on it, as a kernel with delayed scaling needs them."""
-    kernel = Watching()
-    bench = bench_of(monkeypatch, kernel)
-    bench.prepare(WATCHED)
-    bench.sample(WATCHED)
-    since = len(kernel.seen)
-    bench.conclude(WATCHED)
-    for family in CAUSAL.families[1:]:
-        expected = inputs_of(CAUSAL, family)
-        assert sum(alike(held, expected) for _, held in kernel.seen[since:]) >= 2
-
-
-def test_the_registry_is_made_by_the_first_case_and_once(monkeypatch):
-    made = []
-    monkeypatch.setattr(planted, "counted", lambda: (made.append(1), healthy())[1], raising=False)
-    bench = Bench("planted:counted", TIMER)
-    assert not made
-    opened = bench.open(CAUSAL)
-    bench.open(TRAINING)
-    assert len(made) == 1
-    assert opened.drawn_on == "cpu"
-    assert opened.timer == TIMER.conditions
-
-
 class Remembered(FakeForward):
     """Quantises an input once for each version of it, as autograd counts them."""
 
@@ -280,13 +235,19 @@ class Remembered(FakeForward):
         return seen[key]
 
 
+def trial_of(*kernels, direction="forward"):
+    """A plan of these kernels on a tiny case, with nothing beside them."""
+    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=16, head_dim=16, direction=direction)
+    opened = OpenCase(Case("one", spec), Registry([REFERENCE, backend(*kernels)]), CPU)
+    return trial.Trial(Plan(*(kernel.name for kernel in kernels)), opened)
+
+
 @pytest.mark.parametrize(("bound", "scale"), [(False, 0.5), (True, 1.0)])
 def test_a_call_on_a_slow_host_is_timed_as_on_the_usual_one(monkeypatch, bound, scale):
     """A host that started its small kernels in twice the usual time; one that waited for the device says nothing."""
     taken = Taken([0.1, 0.4], [0.3, 0.6], host_bound=bound, launch_ms=0.02)
     monkeypatch.setattr(Timer, "take", lambda *_: taken)
-    opened = OpenCase(Case("one", AttentionSpec.make(batch=1, heads=1, seqlen_q=16, head_dim=16)), healthy(), CPU)
-    one = trial.Trial(HONEST, opened)
+    one = trial_of(FakeForward("wide:bf16"))
     one.run()
     visit = one.sample(TIMER, replay=False, launch_ms=0.01)
     assert (visit.host_scale, visit.launch_ms) == (scale, 0.02)
@@ -298,9 +259,7 @@ def test_a_call_on_a_slow_host_is_timed_as_on_the_usual_one(monkeypatch, bound, 
 
 def test_every_sample_of_a_call_prepares_its_inputs_as_a_user_s_would():
     kernel = Remembered("remembered:bf16")
-    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=16, head_dim=16)
-    opened = OpenCase(Case("one", spec), Registry([REFERENCE, backend(kernel)]), CPU)
-    one = trial.Trial(Plan(kernel.name), opened)
+    one = trial_of(kernel)
     one.run()
     before = kernel.prepared
     visit = one.sample(Timer(CPU, visit=0.0, limit=1.0, patience=1.0), replay=False)
@@ -318,21 +277,14 @@ class Reusing(FakeForward):
 
 @pytest.mark.parametrize(("kind", "settled"), [(Reusing, False), (FakeForward, True)])
 def test_a_result_that_the_next_call_overwrites_is_not_settled(kind, settled):
-    kernel = kind("reusing:bf16")
-    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=16, head_dim=16)
-    opened = OpenCase(Case("one", spec), Registry([REFERENCE, backend(kernel)]), CPU)
-    one = trial.Trial(Plan(kernel.name), opened)
     with torch.no_grad():
-        assert one.conclude().settled is settled
+        assert trial_of(kind("reusing:bf16")).conclude().settled is settled
 
 
 @pytest.mark.parametrize("change", [lambda out: out.float(), lambda out: out.half()])
 def test_an_answer_in_another_type_than_the_contract_s_is_no_answer(change):
-    kernel = FakeForward("wider:bf16", change)
-    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=16, head_dim=16)
-    opened = OpenCase(Case("one", spec), Registry([REFERENCE, backend(kernel)]), CPU)
     with pytest.raises(AttnbenchError, match="out is torch"):
-        trial.Trial(Plan(kernel.name), opened).run()
+        trial_of(FakeForward("wider:bf16", change)).run()
 
 
 class Recorded(FakeForward):
@@ -354,11 +306,8 @@ class Replayed(FakeBackward):
 
 def test_a_backward_through_a_recorded_graph_is_sampled_visit_after_visit():
     """What lies in the inputs' buffers is written between samples and visits, which such a graph refuses."""
-    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=16, head_dim=16, direction="training")
-    registry = Registry([REFERENCE, backend(Recorded("recorded:bf16"), Replayed("recorded:bf16"))])
-    opened = OpenCase(Case("one", spec), registry, CPU)
-    one = trial.Trial(Plan("recorded:bf16", "recorded:bf16"), opened)
+    one = trial_of(Recorded("recorded:bf16"), Replayed("recorded:bf16"), direction="training")
     for _ in range(3):
-        opened.load_first()
+        one.case.load_first()
         assert len(one.sample(Timer(CPU, visit=0.0, limit=1.0, patience=1.0), replay=False).time_ms["backward"]) > 0
     assert one.conclude().judged["normal"]["dk"].error < 0.05

@@ -4,6 +4,7 @@ from datetime import datetime, timezone
 
 import pytest
 import yaml
+from fakes import an_environment
 from flat import measurement
 
 from attnbench.harness.cases.file import read_cases
@@ -14,12 +15,8 @@ from attnbench.harness.sequence_lengths import Draw, SequenceLengths
 from attnbench.kernels.plan import Plan
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
-from attnbench.tables.environment import Environment
 
-HERE = Environment(
-    device_type="cpu", device_name="a CPU", torch="2.9.0", python="3.12.1", platform="Linux", cpu="a CPU", threads=2,
-    attnbench="0.1.0",
-)  # fmt: skip
+HERE = an_environment()
 DRAWN = Draw(distribution="zipf", total=40, longest=30, seed=2)
 
 

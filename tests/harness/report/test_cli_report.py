@@ -8,7 +8,7 @@ from html import unescape
 import pytest
 from command_line import expect
 from planted import in_haste
-from reported import Structure, a_sweep
+from reported import a_sweep
 from small_training import run_of
 from stations import Shop
 
@@ -31,17 +31,6 @@ def results(tmp_path_factory):
     runs = [run_of([3, 2, 1], role) for role in ("candidate", "baseline")]
     (folder / "training.jsonl").write_text("".join(run.to_line() + "\n" for run in runs))
     return folder
-
-
-def test_the_page_is_written_where_it_is_asked_for_and_again_over_itself(results, tmp_path):
-    (tmp_path / "page.html").write_text("of yesterday")
-    said = expect("report", results, "-o", tmp_path / "page.html")
-    assert f"{tmp_path / 'page.html'}: " in said.stderr
-    assert said.stdout == ""
-    found = Structure((tmp_path / "page.html").read_text(encoding="utf-8"))
-    assert sum(tag == "details" and "data-case" in names for tag, names in found.tags) == 3
-    expect("report", results)
-    assert (tmp_path / "report.html").exists()
 
 
 @pytest.mark.parametrize(

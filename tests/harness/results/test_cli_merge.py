@@ -2,27 +2,17 @@
 
 import json
 from dataclasses import replace
-from datetime import datetime, timezone
 
 import command_line
 import pytest
+from merged import HERE, parts, row
 from planted import in_haste
 from stations import Shop
 
 from attnbench.harness.measure.timing import Timer
-from attnbench.harness.results.condense import condense
-from attnbench.harness.results.records import Measurement, read_measurements
-from attnbench.harness.results.shards import Shard
-from attnbench.harness.results.store import MEASUREMENTS, Store
-from attnbench.kernels.plan import Plan
-from attnbench.problem.spec import AttentionSpec
-from attnbench.tables.environment import Environment
-from attnbench.tables.table import Table
+from attnbench.harness.results.records import read_measurements
+from attnbench.harness.results.store import MEASUREMENTS
 
-HERE = Environment(
-    device_type="cuda", device_name="a GPU", torch="2.9.0", python="3.12.1", platform="Linux", cpu="a CPU", threads=2,
-    attnbench="0.1.0",
-)  # fmt: skip
 STEERS = "\x1b[31mLinux"  # what would colour a terminal
 
 
@@ -33,23 +23,14 @@ def attnbench(*arguments, code=0):
     return done
 
 
-def row(number, platform):
-    return Measurement(
-        case=f"case {number}", spec=AttentionSpec.make(batch=1, heads=2, seqlen_q=64 + number, head_dim=16),
-        plan=Plan("fa3:fp8"), status="refused", reason="so it is", started=datetime(2026, 11, 20, tzinfo=timezone.utc),
-        environment=replace(HERE, platform=platform),
-    )  # fmt: skip
-
-
 @pytest.fixture
 def run(tmp_path):
     """A folder as the two ranks of a sweep leave it, the second on another node."""
-    rows = [row(number, "Linux") for number in range(3)], [row(number, STEERS) for number in (3, 2)]
-    for index, each in enumerate(rows):
-        with Store(Shard(index, 2).folder(tmp_path / "run"), HERE) as store:
-            for one in each:
-                store.append(one)
-            Table.from_entries(HERE, condense(each)).save(store.folder / "table.json")
+    nodes = {"Linux": range(3), STEERS: (3, 2)}
+    parts(tmp_path / "run", *(
+        [row(number, status="refused", environment=replace(HERE, platform=platform)) for number in numbers]
+        for platform, numbers in nodes.items()
+    ))  # fmt: skip
     return tmp_path / "run"
 
 

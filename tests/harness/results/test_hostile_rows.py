@@ -3,9 +3,7 @@
 Real rows with values that cannot be, that may just be, or that steer terminals and pages.
 """
 
-import copy
 import json
-import math
 import random
 import re
 import warnings
@@ -16,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 import reported
 from command_line import Run, attnbench
+from damaged import restructured
 from small_training import run_of
 
 from attnbench.harness.report.text import report
@@ -24,16 +23,6 @@ from attnbench.harness.results.store import MEASUREMENTS
 from attnbench.harness.training.rows import Share, TrainingRun
 from examples import examples
 
-NUMBERS = [
-    0, 1, 2, -1, 10**6, 2**31 - 1, 2**62, 10**17, 10**400, 0.0, -0.0, 5e-324, 1e-300, 1e-100, 1e-9, 1e-6, 0.5, 1e6, 1e9,
-    1e30, 1e100, 1e300, 1e308, math.inf, math.nan, "Infinity", "-Infinity", "NaN",
-]  # fmt: skip
-TEXTS = [
-    "", "\x00", "\x1b]0;x\x07", "\x1b[31m", "\ud800", "\u202e abc", "\u2028x", "\r\n", "x" * 3000, "x" * 199, "😀",
-    "*a_`|[x](y)<b>", "</script><script>alert(1)</script>", "{{7*7}}", "$x_1^2$", "\ufeff", "\uffff",
-    "captured:a.safetensors@12345678#0", "emulated:fp8", "a:fp8", "a:bf16>b:fp8", "training", "cpu", "dq", "lse",
-    "outlier", "9999-12-31T23:59:59Z", "0001-01-01T00:00:00Z",
-]  # fmt: skip
 STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 NO_NUMBER = re.compile(r"(?<![\w.:/(,\"'`-])[-+]?(nan|inf)(?:[%x]|\b)(?![:\w])")
 ROWS = [each.to_dict() for each in reported.a_sweep()]
@@ -53,33 +42,8 @@ RUNS = [
 ]
 
 
-def nodes(data: object) -> list[tuple]:
-    """Every (container, key) below."""
-    keys = data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ()
-    return [found for key in keys for found in ((data, key), *nodes(data[key]))]
-
-
 def changed(row: dict, chance: random.Random) -> dict:
-    """The row with one or two of its values replaced, removed, renamed, moved or repeated."""
-    row = copy.deepcopy(row)
-    for _ in range(chance.choice([1, 1, 2])):
-        places = nodes(row)
-        container, key = chance.choice([each for each in places if each[0] is row] if chance.random() < 0.4 else places)
-        old, move = container[key], chance.randrange(7)
-        if isinstance(old, list) and old and move < 4:
-            container[key] = chance.choice([old[:1], old * 20, [chance.choice(NUMBERS)] * len(old), []])
-        elif isinstance(old, dict) and old and move < 3:
-            name = chance.choice([*old])
-            old[chance.choice([*TEXTS, *old])] = copy.deepcopy(old[name]) if move else old.pop(name)
-        elif isinstance(old, (int, float)) and not isinstance(old, bool) and abs(old) < 1e300 and move < 5:
-            container[key] = chance.choice([*NUMBERS, old * 1e3, -old])
-        elif isinstance(old, str) and move < 5:
-            container[key] = chance.choice(TEXTS)
-        elif move == 5:
-            del container[key]
-        else:
-            container[key] = chance.choice([None, True, [], {}, [[]], {"": {}}, *NUMBERS, *TEXTS])
-    return row
+    return json.loads(restructured(json.dumps(row).encode(), chance))
 
 
 def hostile(rows: list[dict], model: type[Measurement] | type[TrainingRun], chance: random.Random) -> bytes:

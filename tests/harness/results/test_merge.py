@@ -1,13 +1,15 @@
-"""What the parts hold is what the merged folder holds: no row lost and none twice, in the order of the parts."""
+"""What the parts hold is what the merged folder holds, or the merge is refused with the places that contradict it."""
 
-import gzip
+import os
+from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from merged import HERE, ROWS, parts, refused, row
+from merged import HERE, PLANS, ROWS, WHEN, part, parts, refused, row, spec
 
-from attnbench.errors import MisuseError
+from attnbench.errors import MalformedFileError, MisuseError, OutputError
 from attnbench.harness.results.condense import condense
 from attnbench.harness.results.merge import merge
 from attnbench.harness.results.records import read_measurements
@@ -46,14 +48,6 @@ def test_the_result_is_a_sweeps_folder(tmp_path):
     assert oct(merged.folder.stat().st_mode) == oct(sources[0].stat().st_mode)
 
 
-def test_a_compressed_part_is_a_part(tmp_path):
-    sources = parts(tmp_path, ROWS[:5], ROWS[5:])
-    plain = sources[0] / MEASUREMENTS
-    (sources[0] / f"{MEASUREMENTS}.gz").write_bytes(gzip.compress(plain.read_bytes()))
-    plain.unlink()
-    assert merge(tmp_path / "out", sources).rows == ROWS
-
-
 def test_numbered_parts_come_first_and_in_order(tmp_path):
     sources = parts(tmp_path, *([row(number)] for number in range(12)))
     other = tmp_path / "aaa.jsonl"
@@ -78,3 +72,196 @@ def test_a_part_counts_once_however_often_it_is_named(tmp_path, name):
 def test_a_rank_without_cases_is_no_missing_part(tmp_path):
     assert merge(tmp_path / "out", parts(tmp_path, ROWS, [], [])).rows == ROWS
     refused(MisuseError, "no measurement", tmp_path / "none", parts(tmp_path / "empty", [], []))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        (row(1), row(1, time_ms={"call": [9.0]}), "measured twice, with another time_ms;"),
+        (row(1), row(1, started=WHEN + timedelta(seconds=1)), "measured twice, with another started;"),
+        (row(1), row(1, status="crashed"), "its status is ok, then crashed"),
+        (row(1, status="unavailable"), row(1), "its status is unavailable, then ok"),
+        (row(1, status="unavailable"), row(1, status="refused"), "its status is unavailable, then refused"),
+        (row(1, status="refused"), row(1, status="refused", reason="another"), "it has another reason;"),
+    ],
+)
+def test_two_rows_that_contradict_each_other(tmp_path, first, second, said):
+    sources = parts(tmp_path, [row(0), first], [second, row(2)])
+    with pytest.raises(MisuseError) as caught:
+        merge(tmp_path / "out", sources, partial=True)
+    for each in ("'case 1'", str(PLANS[0]), "part-0000-of-0002, line 2", "part-0001-of-0002, line 1", said):
+        assert each in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_case_that_is_another_spec_elsewhere(tmp_path):
+    other = row(1, PLANS[1], case="case 0")
+    said = f"'case 0' is {spec(0)} in .*part-0000-of-0002, line 1, but {spec(1)} in .*part-0001-of-0002, line 1"
+    refused(MisuseError, said, tmp_path / "out", parts(tmp_path, [row(0)], [other]))
+
+
+def test_a_case_that_was_judged_on_other_families_elsewhere(tmp_path):
+    other = row(0, PLANS[1], error={"outlier": {"out": 0.05}})
+    said = "errors of the case 'case 0' are on normal in .*part-0000-of-0002, line 1, but on outlier in .*part-0001-of"
+    refused(MisuseError, said, tmp_path / "out", parts(tmp_path, [row(0)], [other]), partial=True)
+
+
+def test_a_refusal_says_the_same_on_every_node_at_any_time(tmp_path):
+    elsewhere = replace(HERE, platform="Linux on another node")
+    again = row(0, status="refused", started=WHEN + timedelta(hours=1), environment=elsewhere)
+    merged = merge(tmp_path / "out", parts(tmp_path, [row(0, status="refused")], [again]))
+    assert merged.rows == [row(0, status="refused")]
+    assert merged.repeated == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"device_name": "another GPU"}, "device_name was a GPU, is another GPU"),
+        ({"torch": "2.10.0"}, "torch was 2.9.0, is 2.10.0"),
+        ({"backends": {"fa3": "2.0"}}, "the backend fa3 was 1.0, is 2.0"),
+    ],
+)
+def test_unlike_machines_are_refused(tmp_path, change, said):
+    other = row(1, environment=replace(HERE, **change))
+    refused(MisuseError, f"part-0001-of-0002.*{said}", tmp_path / "out", parts(tmp_path, [row(0)], [other]))
+    refused(MisuseError, said, tmp_path / "out", parts(tmp_path / "one", [row(0), other]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ([{"backends": {"te": "1"}}, {}, {"backends": {"te": "2"}}], "the backend te was 1, is 2"),
+        ([{"power_cap_w": 700}, {}, {"power_cap_w": 600}], "power_cap_w was 700, is 600"),
+        ([{}, {"power_cap_w": 700}, {"power_cap_w": 600}], "power_cap_w was 700, is 600"),
+    ],
+)
+def test_what_one_part_does_not_tell_is_compared_past_it(tmp_path, changes, said):
+    rows = [row(number, environment=replace(HERE, **change)) for number, change in enumerate(changes)]
+    refused(MisuseError, f"part-0002-of-0003.*{said}", tmp_path / "out", parts(tmp_path, *([each] for each in rows)))
+
+
+def test_another_node_of_the_kind_is_noted_and_the_table_knows_every_backend(tmp_path):
+    other = replace(HERE, platform="Linux on another node", backends={"te": "2"})
+    sources = parts(tmp_path, [row(0)], [row(1, environment=other)])
+    merged = merge(tmp_path / "out", sources)
+    assert f"{sources[1]}: platform was Linux, is Linux on another node" in merged.notes
+    assert Table.load(tmp_path / "out" / "table.json").environment.backends == {"fa3": "1.0", "te": "2"}
+
+
+def test_missing_parts_are_named_and_a_partial_result_is_marked(tmp_path):
+    sources = parts(tmp_path, [row(0)], [row(1)], [row(2)], [row(3)])
+    said = "part-0001-of-0004, part-0003-of-0004 are missing.*--partial"
+    refused(MisuseError, said, tmp_path / "out", [sources[0], sources[2]])
+    merged = merge(tmp_path / "out", [sources[0], sources[2]], partial=True)
+    assert merged.rows == [row(0), row(2)]
+    assert merged.gaps == ["part-0001-of-0004, part-0003-of-0004 are missing"]
+    assert not (tmp_path / "out" / "table.json").exists()
+    refused(MisuseError, "out is unfinished", tmp_path / "again", [tmp_path / "out"])
+    assert len(merge(tmp_path / "again", [tmp_path / "out", sources[1], sources[3]], partial=True).rows) == 4
+
+
+def test_parts_of_two_sweeps_do_not_stand_in_for_each_other(tmp_path):
+    first = parts(tmp_path / "first", [row(0)], [row(1)])
+    second = parts(tmp_path / "second", [row(2)], [row(3)])
+    assert len(merge(tmp_path / "out", first + second).rows) == 4
+    refused(MisuseError, "part-0001-of-0002 is missing", tmp_path / "none", [first[0], *second])
+    third = parts(tmp_path / "third", [row(4)], [row(5)], [row(6)])
+    refused(MisuseError, "part-0002-of-0003 is missing", tmp_path / "none", [*first, *third[:2]])
+
+
+def test_a_part_that_is_none(tmp_path):
+    refused(MisuseError, "no part 2 of 2", tmp_path / "out", [part(tmp_path / "part-0002-of-0002", ROWS)])
+    (tmp_path / "parts" / "part-0000-of-0002").mkdir(parents=True)
+    part(tmp_path / "parts" / "part-0001-of-0002", ROWS)
+    refused(MisuseError, f"part-0000-of-0002 holds no {MEASUREMENTS} yet", tmp_path / "out", [tmp_path / "parts"])
+    assert merge(tmp_path / "out", [tmp_path / "parts"], partial=True).rows == ROWS
+    assert merge(tmp_path / "again", list((tmp_path / "parts").iterdir()), partial=True).rows == ROWS
+
+
+def test_a_sweep_that_was_stopped_is_unfinished(tmp_path):
+    stopped = part(tmp_path / "stopped", ROWS[:5], finished=False)
+    refused(MisuseError, f"{stopped} is unfinished, its sweep wrote no table.json", tmp_path / "out", [stopped])
+    refused(MisuseError, "is unfinished", tmp_path / "out", [stopped / MEASUREMENTS])
+    Table.from_entries(HERE, condense(ROWS[:3])).save(stopped / "table.json")  # it ended once, and went on to more
+    refused(MisuseError, "is unfinished, its table.json is of other rows", tmp_path / "out", [stopped])
+    assert merge(tmp_path / "out", [stopped], partial=True).rows == ROWS[:5]
+
+
+def test_a_part_that_is_being_written_waits(tmp_path):
+    sources = parts(tmp_path, ROWS[:6], ROWS[6:])
+    with Store(sources[1], HERE, resume=True):
+        for options in ({}, {"partial": True}):
+            refused(MisuseError, f"still writing {sources[1]}", tmp_path / "out", sources, **options)
+    assert merge(tmp_path / "out", sources).rows == ROWS
+
+
+def test_nothing_is_written_while_parts_are_read_and_anything_may_be_afterwards(tmp_path, monkeypatch):
+    first, second = parts(tmp_path, ROWS[:6], ROWS[6:])
+    files = []
+
+    def reading(path, *rest):
+        with pytest.raises(MisuseError, match="another sweep"):
+            Store(first, HERE, resume=True)
+        files.append(path)
+        if len(files) == 1:
+            merge(tmp_path / "other", [first, second])  # two that only read do not disturb each other
+        return read_measurements(path, *rest)
+
+    monkeypatch.setattr("attnbench.harness.results.merge.read_measurements", reading)
+    merge(tmp_path / "out", [first, second])
+    with Store(first, HERE, resume=True) as store:
+        assert store.rows == ROWS[:6]
+
+
+def test_sources_that_are_none(tmp_path):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "odd" / MEASUREMENTS).mkdir(parents=True)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "bad.jsonl").write_text(row(0).to_line() + "\n{}\n" + row(1).to_line() + "\n")
+    with (tmp_path / "huge.jsonl").open("wb") as huge:
+        huge.truncate(2**28 + 1)
+    (tmp_path / "long.jsonl").write_text("x" * (2**21 + 1))
+    damaged = part(tmp_path / "damaged", ROWS)
+    (damaged / "table.json").write_text("{")
+    for name, kind, said in [
+        ("none", MalformedFileError, "none: cannot be read: No such file"),
+        ("loop", MalformedFileError, "cannot be read: Too many levels of symbolic links"),
+        ("empty", MisuseError, f"holds neither {MEASUREMENTS} nor folders called like part-0000-of-0002"),
+        ("odd", MalformedFileError, f"odd/{MEASUREMENTS}: expected a file"),
+        ("pipe", MalformedFileError, "pipe: expected a file"),
+        ("bad.jsonl", MalformedFileError, "bad.jsonl:2: expected"),
+        ("huge.jsonl", MalformedFileError, "at most 268435456 bytes"),
+        ("long.jsonl", MalformedFileError, "long.jsonl:1: expected"),
+        ("damaged", MalformedFileError, "table.json:1: expected JSON"),
+    ]:
+        for partial in (False, True):
+            with pytest.raises(kind, match=said):
+                merge(tmp_path / "out", [tmp_path / name], partial=partial)
+            assert not (tmp_path / "out").exists()
+
+
+def test_results_beside_parts_are_ambiguous(tmp_path):
+    parts(tmp_path / "both", ROWS)
+    part(tmp_path / "both", ROWS)
+    refused(MisuseError, "results of its own beside those of part-0000-of-0001", tmp_path / "out", [tmp_path / "both"])
+    assert merge(tmp_path / "out", [tmp_path / "both" / MEASUREMENTS]).rows == ROWS
+
+
+def test_places_that_are_none(tmp_path, monkeypatch):
+    folder = part(tmp_path / "part", ROWS)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    refused(MisuseError, "not empty", folder, [folder])
+    refused(MisuseError, "no folder", folder / MEASUREMENTS, [folder])
+    refused(MisuseError, "no folder", tmp_path / "loop", [folder])
+    with pytest.raises(OutputError, match="cannot be written: Not a directory"):
+        merge(folder / MEASUREMENTS / "out", [folder])
+    monkeypatch.chdir(tmp_path / "empty")
+    refused(MisuseError, "the folder you are in", tmp_path / "empty", [folder])
+    monkeypatch.chdir(tmp_path)
+    assert merge(tmp_path / "empty", [folder]).rows == ROWS
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    assert merge(tmp_path / "link", [folder]).rows == ROWS
+    assert (tmp_path / "elsewhere" / MEASUREMENTS).exists()

@@ -109,34 +109,10 @@ def test_the_parts_are_everything_once_in_order_and_balanced(items, count):
     assert max(loads) <= sum(items) / count + max(items, default=0) * (1 - 1 / count) + 1e-6
 
 
-@given(st.integers(0, 50), st.integers(1, 12), st.sampled_from([None, 0.0, 1.0, 5e12]))
-def test_items_that_weigh_the_same_are_shared_evenly(number, count, weight):
-    same = None if weight is None else lambda _: weight
-    sizes = [len(Shard(index, count).of(range(number), same)) for index in range(count)]
-    assert sum(sizes) == number
-    assert max(sizes) - min(sizes) <= 1
-
-
-def test_far_more_ranks_than_cases():
-    assert Shard(1, 999_999_999).of(["a", "b"]) == ["b"]
-    assert Shard(2, 999_999_999).of(["a", "b"]) == []
-
-
-def test_a_heavy_case_stands_alone():
-    heavy = {"long": 1000.0, "a": 1.0, "b": 1.0, "c": 1.0}
-    assert [Shard(index, 2).of(list(heavy), heavy.__getitem__) for index in (0, 1)] == [["long"], ["a", "b", "c"]]
-
-
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
 def test_a_weight_that_is_none(weight):
     with pytest.raises(InputError, match="finite and not negative"):
         Shard().of([1], lambda _: weight)
-
-
-@pytest.mark.parametrize(("index", "count"), [(0, 0), (1, 1), (8, 8), (-1, 2)])
-def test_a_part_that_is_none(index, count):
-    with pytest.raises(MisuseError, match=f"no part {index} of {count}"):
-        Shard(index, count)
 
 
 def test_each_rank_writes_a_folder_of_its_own(tmp_path):
@@ -146,11 +122,6 @@ def test_each_rank_writes_a_folder_of_its_own(tmp_path):
         Shard.named("part-0008-of-0008")
     for name in ("part-3-of", "xpart-0003-of-0008", "part-0003-of-0008.bak", "part-a-of-b", "table.json", ""):
         assert Shard.named(name) is None
-
-
-@given(st.integers(1, 999_999_999).flatmap(lambda count: st.tuples(st.integers(0, count - 1), st.just(count))))
-def test_a_name_says_its_shard(place):
-    assert Shard.named(Shard(*place).name) == Shard(*place)
 
 
 @pytest.mark.parametrize(

@@ -46,25 +46,6 @@ def row(number: int):
     return unmeasured_row(Case(f"case {number}", SPEC), Plan("absent:fp8"), "unavailable", ["it is not there"], LAB)
 
 
-def test_rows_come_back_in_order(tmp_path):
-    with Store(tmp_path / "new" / "folder", HERE) as store:
-        for number in range(3):
-            store.append(row(number))
-    with Store(tmp_path / "new" / "folder", HERE, resume=True) as store:
-        assert [each.case for each in store.rows] == ["case 0", "case 1", "case 2"]
-        assert set(store.done) == {(f"case {number}", Plan("absent:fp8")) for number in range(3)}
-        assert store.notes == []
-
-
-def test_results_are_not_written_over(tmp_path):
-    with Store(tmp_path, HERE) as store:
-        store.append(row(0))
-    before = (tmp_path / MEASUREMENTS).read_bytes()
-    with pytest.raises(MisuseError, match="--resume"):
-        Store(tmp_path, HERE)
-    assert (tmp_path / MEASUREMENTS).read_bytes() == before
-
-
 def test_compressed_results_are_kept_and_nothing_is_added(tmp_path):
     with Store(tmp_path, HERE) as store:
         store.append(row(1))

@@ -125,26 +125,6 @@ def test_each_lie_is_named_and_no_honest_row_is_suspected(change: Change, said: 
     assert len(found) == len(said)
 
 
-def test_no_lie_hides_another() -> None:
-    rows = everywhere(commit="740ed255f90d-dirty", platform="Linux-6.18-node17.cluster.internal")(ROWS)
-    told = ("kernels above the peak", "ok in spite of its error", "a path")
-    for name in told:
-        rows = LIES[name][0](rows)
-    expected = [said for name in (*told, "other code", "a host") for said in LIES[name][1]]
-    found = faults(rows)
-    assert len(found) == len(expected) == 6
-    for said in expected:
-        assert any(said in fault for fault in found), said
-
-
-def test_what_a_table_alone_shows_needs_no_rows() -> None:
-    """The same sentence for the same lie, read from the file of somebody who did not ask us."""
-    for name in ("a call above the peak", "ok in spite of its error", "a path", "an unknown kernel", "few shapes"):
-        change, (said, *_) = LIES[name]
-        table = join_sweeps({"a folder": change(ROWS)}).condensed()
-        assert any(said in fault for fault in table_faults(table, registry())), name
-
-
 @given(st.integers(0, len(ROWS) - 1), st.floats(1e-3, 0.999))
 def test_a_time_just_below_the_least_possible_is_found_wherever_it_stands(place: int, factor: float) -> None:
     table = join_sweeps({"a folder": ROWS})

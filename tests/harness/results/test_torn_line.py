@@ -62,12 +62,6 @@ def test_wherever_the_line_was_cut(torn, kept):
         assert list(read_measurements(torn / MEASUREMENTS)) == WHOLE[:1]
 
 
-def test_a_line_of_the_first_schema_is_no_less_torn(torn):
-    (torn / MEASUREMENTS).write_text(f'{WHOLE[0].to_line()}\n{{"schema":"attnbench.measurement/1","case":"a')
-    with pytest.warns(AttnbenchWarning, match=f"{MEASUREMENTS}:2: the last line is incomplete"):
-        assert list(read_measurements(torn / MEASUREMENTS)) == WHOLE[:1]
-
-
 @pytest.mark.parametrize("last", ["x", "{}", '{"schema": 5', '{"schema":"attnbench.measurement/3","case', "\x00" * 20])
 def test_what_a_sweep_does_not_write_is_malformed_as_ever(torn, last):
     (torn / MEASUREMENTS).write_text(f"{WHOLE[0].to_line()}\n{last}")

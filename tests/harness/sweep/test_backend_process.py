@@ -63,23 +63,6 @@ def told(station, since=0):
     return [asked for _, *asked in station.asked[since:]]
 
 
-def test_a_case_is_opened_once_and_every_answer_handed_on(process, station):
-    assert process.open(CASE) is process.open(CASE) is ANSWERS["open"]
-    assert process.prepare(A) is ANSWERS["prepare"]
-    assert process.prepare(B) is ANSWERS["prepare"]
-    assert process.sample(A) is ANSWERS["sample"]
-    assert process.conclude(A) is ANSWERS["conclude"]
-    assert told(station) == [["open", CASE], ["prepare", A], ["prepare", B], ["sample", A, True, None], ["conclude", A]]
-
-
-def test_another_case_is_opened_anew_and_knows_no_plan(process, station):
-    process.open(CASE)
-    process.prepare(A)
-    process.open(OTHER)
-    process.sample(A)
-    assert told(station) == [["open", CASE], ["prepare", A], ["open", OTHER], ["prepare", A], ["sample", A, True, None]]
-
-
 def test_after_a_death_the_next_process_is_told_what_it_must_know_and_no_more(process, station, bench):
     process.open(CASE)
     for plan in (A, B, C):

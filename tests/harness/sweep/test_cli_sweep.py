@@ -1,7 +1,6 @@
 """``attnbench sweep`` end to end on the installed backends."""
 
 import json
-from typing import get_args
 
 import command_line
 import pytest
@@ -10,8 +9,6 @@ from planted import in_haste
 from stations import Shop
 
 from attnbench.choosing.selector import choose
-from attnbench.cli.sweep import SweepDtype
-from attnbench.harness.cases.case import SWEEP_DTYPES
 from attnbench.harness.measure.timing import Timer
 from attnbench.harness.results.records import Measurement, read_measurements
 from attnbench.tables.table import Table
@@ -35,10 +32,6 @@ def tiny(tmp_path_factory):
     file = tmp_path_factory.mktemp("cases") / "tiny.yaml"
     file.write_text(TINY)
     return file
-
-
-def test_the_types_are_those_of_the_harness():
-    assert get_args(SweepDtype) == SWEEP_DTYPES
 
 
 def test_json_is_the_records_and_nothing_else_and_the_table_is_kept(tiny, tmp_path):
@@ -93,12 +86,6 @@ def test_nothing_measured_is_a_failure_with_its_rows_kept(tiny, tmp_path):
     done = attnbench("--preset", tiny, "--backends", "sdpa-cudnn", "--format", "json", "--out", tmp_path, code=1)
     assert {row["status"] for row in json.loads(done.stdout)} <= {"unavailable", "refused"}
     assert "nothing could be measured" in done.stderr
-
-
-def test_a_malformed_file_is_said_with_its_line(tmp_path):
-    file = tmp_path / "bad.yaml"
-    file.write_text("- batch: 1\n  heds: 2\n")
-    assert f"{file}:2: expected" in attnbench("--preset", file, code=2).stderr
 
 
 @pytest.mark.exhaustive

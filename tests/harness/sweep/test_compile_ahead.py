@@ -64,13 +64,6 @@ def test_each_compiling_kernel_and_pair_of_one_backend_is_compiled_once_a_case(a
     assert not any(station.alive for station in stations)
 
 
-def test_what_compiles_the_same_code_is_not_compiled_twice_at_once(ahead):
-    wide = [Case(f"wide{case.name}", case.spec.replace(head_dim=16, head_dim_v=16)) for case in CASES]
-    first, _ = ahead([(case, [COMPILED, MIXED]) for case in [*CASES, *wide]])
-    first_of_each = [(name, plan) for name in ("case0", "widecase0") for plan in (COMPILED, MIXED)]
-    assert [(case.name, plan) for case, plan in first._waiting][:4] == first_of_each
-
-
 @pytest.mark.parametrize(
     ("count", "device", "cores"), [(3, "cpu", 8), (1, "cuda", 8), (3, "cuda", 2)], ids=["cpu", "little", "few cores"]
 )
@@ -79,12 +72,6 @@ def test_it_is_not_done_where_it_would_not_pay(ahead, count, device, cores):
     assert not first.needed
     assert first.run() == {}
     assert stations == []
-
-
-def test_as_many_processes_as_work_and_cores_allow(ahead):
-    work = [(case, [COMPILED, MIXED]) for case in CASES]
-    assert len(ahead(work, cores=8)[1]) == 6
-    assert len(ahead(work, cores=4)[1]) == 6 + 3
 
 
 def test_what_fails_here_is_passed_over_and_the_rest_is_compiled(ahead):

@@ -1,6 +1,5 @@
 """The race of a case's plans: whoever wins is timed and judged, and all others have a row that says why not."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,7 @@ from attnbench.harness.measure.bench import Bench
 from attnbench.harness.results.condense import condense
 from attnbench.harness.sweep.device_sweep import DeviceSweep, PhaseStarted
 from attnbench.harness.sweep.interleave import Samples
-from attnbench.harness.sweep.race import Race, covering
+from attnbench.harness.sweep.race import Race
 from attnbench.harness.sweep.worker_process import LostError
 from attnbench.kernels.plan import Plan
 from attnbench.problem.spec import AttentionSpec
@@ -96,15 +95,6 @@ def test_a_plan_that_only_its_host_made_slow_is_looked_at_again():
     assert {*race.timed} == {*plans}
 
 
-def test_plans_that_contain_every_kernel_are_looked_at_first():
-    race = Race(PAIRS)
-    first = race.unseen()
-    assert {plan.forward for plan in first} == {*FORWARDS}
-    assert {plan.backward for plan in first} == {*BACKWARDS}
-    assert len(first) < len(PAIRS)
-    assert first == [plan for plan in PAIRS if plan in covering(PAIRS)]
-
-
 def test_a_plan_that_failed_sets_no_limit():
     forwards = {"a:bf16": 1.0, "b:bf16": 100.0}
     plans = [Plan(name) for name in forwards]
@@ -182,26 +172,8 @@ def test_behind_a_winner_that_was_inaccurate_another_wins(shop, paces):
     assert rows[EXACT].status == "ok"
 
 
-def test_no_memory_beside_others_is_tried_alone_after_a_race(shop, paces):
-    shop.breaks(LostError("oom", "no more", died=False), "prepare", EXACT)
-    rows = raced([QUICK, SLOW, EXACT])
-    assert rows[EXACT].status == rows[QUICK].status == rows[SLOW].status == "ok"
-
-
 def test_a_worker_that_dies_under_a_first_look_costs_that_plan_alone(shop, paces):
     shop.breaks(LostError("crashed", "gone", died=True), "look", EXACT, times=9)
     rows = raced([QUICK, SLOW, EXACT])
     assert rows[EXACT].status == "crashed"
     assert rows[QUICK].status == rows[SLOW].status == "ok"
-
-
-def test_the_passes_of_a_plan_that_was_never_called_are_its_time_in_a_table(shop, paces):
-    rows = raced([QUICK, SLOW, EXACT])
-    slow = rows[SLOW]
-    passes = {"prepared": [4.0], "backward": [3.0]}
-    never = slow.model_copy(
-        update={"performance_": slow.performance.model_copy(update={"time_ms": passes, "visits": {}})}
-    )
-    (entry,) = condense([never])
-    assert (entry.time_ms, entry.spread_ms) == (7.0, None)
-    assert math.isclose(sum(map(sum, passes.values())), 7.0)

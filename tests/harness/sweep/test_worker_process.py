@@ -88,14 +88,6 @@ def test_what_is_raised_is_one_line_and_costs_no_process(worker, name, status, r
     assert (worker.alive, worker.generation) == (True, generation)
 
 
-def test_a_method_or_plan_that_does_not_exist_is_an_error(worker):
-    asked(worker, "fine")
-    for arguments in (("nothing_of_the_kind",), ("sample", plan("raises"))):
-        with pytest.raises(LostError) as raised:
-            worker.ask(*arguments, seconds=PATIENCE)
-        assert (raised.value.status, raised.value.died) == ("error", False)
-
-
 def test_what_is_printed_stays_out_of_the_sweep_and_of_the_log(worker, capfd):
     asked(worker, "fine")
     for name in ("writes", "chats", "prints"):
@@ -122,12 +114,6 @@ def test_an_exit_says_its_code_and_the_last_words_of_its_request_and_a_new_proce
     assert isinstance(worker.ask("open", CASE, seconds=PATIENCE), Opened)
 
 
-def test_a_death_in_the_middle_of_an_answer_is_a_death(worker):
-    found = lost(worker, "dies-answering")
-    assert (found.status, found.died) == ("crashed", True)
-    assert found.reason == "the process ended with the exit code 9"
-
-
 @pytest.mark.parametrize("failing", ["subprocess.Popen", "socket.socketpair", "tempfile.TemporaryFile"])
 def test_a_process_that_cannot_be_started_is_the_reason_and_leaves_nothing_open(monkeypatch, failing):
     def full(*arguments, **options):
@@ -151,15 +137,6 @@ def test_a_segmentation_fault_says_where(worker):
     assert "string_at" in found.reason
 
 
-def test_binary_garbage_in_the_last_words_is_text_of_one_line(worker):
-    found = lost(worker, "chats-and-dies")
-    assert (found.status, found.died) == ("crashed", True)
-    assert "was killed by SIGKILL" in found.reason
-    assert "junk" in found.reason
-    assert len(found.reason.splitlines()) == 1
-    found.reason.encode()
-
-
 def test_a_hang_ends_in_time_with_all_that_it_started(worker, notes):
     asked(worker, "fine")
     before = len(noted(notes))
@@ -172,33 +149,6 @@ def test_a_hang_ends_in_time_with_all_that_it_started(worker, notes):
     started = noted(notes)[before:]
     assert len(started) == 2
     wait_until(lambda: not any(map(runs, started)))
-
-
-@pytest.mark.exhaustive
-def test_children_of_a_process_that_was_killed_do_not_hide_it_or_outlive_it(worker, notes):
-    asked(worker, "fine")
-    before = len(noted(notes))
-    found = lost(worker, "forks")
-    assert (found.status, found.died) == ("crashed", True)
-    assert "was killed by SIGKILL" in found.reason
-    (child,) = noted(notes)[before:]
-    wait_until(lambda: not runs(child))
-
-
-@pytest.mark.exhaustive
-def test_one_that_was_killed_while_it_waited_is_replaced_and_closing_leaves_no_process(worker):
-    asked(worker, "fine")
-    generation = worker.generation
-    worker.kill()
-    assert "was killed by SIGKILL" in lost(worker, "fine").reason
-    asked(worker, "fine")
-    assert worker.generation == generation + 1
-    pid = worker._process.popen.pid
-    for _ in range(2):
-        worker.close()
-        worker.kill()
-        assert not worker.alive
-        assert not runs(pid)
 
 
 SWEEP = """

@@ -1,7 +1,6 @@
 """``attnbench train`` as a newcomer runs it, and what it refuses."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from typer.testing import CliRunner
 from attnbench.cli import app
 from attnbench.errors import AttnbenchError, InputError, MalformedFileError, MisuseError
 from attnbench.harness.report.training import PAGE, PICTURE
-from attnbench.harness.training.config import TrainConfig
 from attnbench.harness.training.rows import read_runs
 
 TINY = ["--seqlen", "16", "--batch", "2"]
@@ -113,12 +111,3 @@ def test_a_side_that_cannot_run_here_is_refused_before_the_other_is_trained(tmp_
     with pytest.raises(AttnbenchError, match=said):
         _run(*arguments.split(), "--batch", "16", "--device", "cpu", "--out", str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(("model", "expected"), [("vit-huge", (0.0, 0.0)), ("gpt", (0.1, 1.0))])
-def test_what_is_not_named_is_the_models_own(monkeypatch: pytest.MonkeyPatch, model: str, expected: tuple) -> None:
-    made: list[TrainConfig] = []
-    module = sys.modules["attnbench.cli.train"]  # the package's attribute of this name is the command
-    monkeypatch.setattr(module, "_train", lambda candidate, *_: made.append(candidate) or True)
-    _run("--model", model, "--out", "unused")
-    assert (made[0].weight_decay, made[0].grad_clip) == expected

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from attnbench.errors import InputError
 from attnbench.harness.training.data import text
-from attnbench.harness.training.data.corpus import Corpus, load, samples_of
+from attnbench.harness.training.data.corpus import load, samples_of
 from attnbench.harness.training.data.documents import IGNORED, Documents, packed, padded
-from attnbench.harness.training.data.text import BOUNDARY, File, Text, files_under
+from attnbench.harness.training.data.text import BOUNDARY, File, Text
 
 TEXTS = st.lists(st.binary(min_size=0, max_size=40), min_size=1, max_size=12)
 
@@ -47,6 +47,12 @@ def test_files_whose_names_are_no_utf8_are_learnt_as_any_other(tmp_path: Path) -
     assert len(load(str(tmp_path), 8).digest) == 16
 
 
+@pytest.mark.parametrize(("step", "rank", "world"), [(0, 1, 1), (0, -1, 2), (-1, 0, 1)])
+def test_there_is_no_such_rank(step: int, rank: int, world: int) -> None:
+    with pytest.raises(InputError, match="there is no rank"):
+        samples_of(step, 4, rank, world)
+
+
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 6), st.integers(0, 50))
 def test_every_world_reads_the_samples_in_order(batch: int, world: int, split: int, steps: int) -> None:
     """``world`` ranks of ``split`` · ``batch`` samples read what world · split ranks of ``batch`` read, none twice."""
@@ -54,12 +60,6 @@ def test_every_world_reads_the_samples_in_order(batch: int, world: int, split: i
     ranks = world * split
     many = [n for step in range(steps) for rank in range(ranks) for n in samples_of(step, batch, rank, ranks)]
     assert few == many == list(range(steps * batch * world * split))
-
-
-@pytest.mark.parametrize(("step", "rank", "world"), [(0, 1, 1), (0, -1, 2), (-1, 0, 1)])
-def test_there_is_no_such_rank(step: int, rank: int, world: int) -> None:
-    with pytest.raises(InputError, match="there is no rank"):
-        samples_of(step, 4, rank, world)
 
 
 def test_the_library_is_python_and_its_samples_are_the_seeds() -> None:
@@ -139,32 +139,6 @@ def test_a_file_that_is_gone_or_shorter_is_named(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(InputError, match=r"fleeting\.txt cannot be read: No such file"):
         corpus.sample(0, 0)
-
-
-def test_a_huge_file_costs_no_memory(tmp_path: Path) -> None:
-    path = tmp_path / "huge.txt"
-    with open(path, "wb") as stream:
-        stream.write(b"text " * 2000)
-        stream.truncate(2**40)  # sparse: a terabyte that takes no room
-    corpus = load(str(path), 128)
-    assert len(corpus.train) > 2**39
-    assert all(corpus.sample(0, number).shape == (129,) for number in range(50))
-
-
-def test_folders_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
-    for name in ("b/2", "a/9", "b/1", "c"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(name)
-    (tmp_path / "loop").symlink_to(tmp_path)
-    assert [each.name for each in files_under(tmp_path)] == ["a/9", "b/1", "b/2", "c"]
-
-
-def test_the_digest_tells_texts_apart(tmp_path: Path) -> None:
-    def digest(**sizes: int) -> str:
-        return Corpus([File(name, tmp_path / name, size) for name, size in sizes.items()], 8).digest
-
-    assert digest(a=500, b=500) == digest(a=500, b=500)
-    assert len({digest(a=500, b=500), digest(a=500, b=501), digest(a=500, c=500), digest(a=500)}) == 4
 
 
 @given(TEXTS, st.integers(1, 20), st.integers(1, 60), st.data())

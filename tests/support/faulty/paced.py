@@ -1,17 +1,12 @@
-"""A registry of kernels whose order by time is planted, all in one worker, and a program that is tuned with them."""
+"""A registry of kernels whose order by time is planted, all in one worker."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import torch
-from planted import CPU, REFERENCE, FakeBackward, FakeForward, backend, same, slowly
+from planted import REFERENCE, FakeBackward, FakeForward, backend, same, slowly
 
 import attnbench.kernels.registry
 from attnbench import AttentionSpec
@@ -61,25 +56,3 @@ def install(set_attribute: Any = setattr) -> None:
 
 def spec(length: int = 32, **more: Any) -> AttentionSpec:
     return AttentionSpec.make(batch=1, heads=2, seqlen_q=length, head_dim=16, **more)
-
-
-def main(lengths: list[int], ready: Path, start: Path) -> None:
-    """One of several processes: says what it measured, what it skipped, and what it then chooses."""
-    torch.set_num_threads(1)
-    install()
-    tuned = autotune.autotune(seconds=120, backends=("paced:bf16-slow", "paced:bf16-fast"))
-    ready.touch()
-    while not start.exists():
-        time.sleep(0.01)
-    tuned.measure([spec(length) for length in lengths], "cpu")
-    chosen = {length: attnbench.choosing.selector.choose(spec(length), CPU) for length in lengths}
-    said = {
-        "measured": [each.spec.seqlen_q for each in tuned.measured],
-        "skipped": {each.seqlen_q: why for each, why in tuned.skipped.items()},
-        "chosen": {length: (str(choice.plan), choice.basis) for length, choice in chosen.items()},
-    }
-    print(json.dumps(said))
-
-
-if __name__ == "__main__":
-    main([int(each) for each in sys.argv[3:]], Path(sys.argv[1]), Path(sys.argv[2]))

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from attnbench.harness.results.records import Measurement
 from attnbench.harness.sweep.run import Finished
 from attnbench.kernels.plan import Plan
 from attnbench.kernels.registry import registry
+from attnbench.tables.environment import Environment
 from attnbench.tables.table import Table
 from attnbench.tables.user_table import user_table_path
 
@@ -54,19 +56,33 @@ def measuring_nothing(patch: pytest.MonkeyPatch) -> list[Work]:
     return works
 
 
+@cache
+def here() -> Environment:
+    return setup(paced.SOURCE).environment
+
+
+def row(asked: AttentionSpec, plan: str | Plan, call_ms: float | None, error: float = 0.002) -> Measurement:
+    """A row of the plan as it would be measured; without a time of one that gave no answer."""
+    numbers = {
+        "time_ms": dict.fromkeys(("kernel", "prepared", "call"), [call_ms] * 5),
+        "error": {family: {"out": error} for family in ("normal", "outlier")},
+        "bound": 0.1, "declared_error": 0.05, "truth": "fp64", "timer": "perf_counter", "drawn_on": "cpu",
+    }  # fmt: skip
+    ended = {"status": "ok", **numbers} if call_ms else {"status": "timeout", "reason": "no answer within 5 s"}
+    return measurement(
+        case=str(asked),
+        spec=asked,
+        plan=Plan.parse(str(plan)),
+        started=datetime.now(timezone.utc),
+        environment=here(),
+        **ended,
+    )
+
+
 def rows_of(*lengths: int) -> list[Measurement]:
     """Of the specs of these lengths, as they would be measured with the slow plan and the fast one."""
-    here, now = setup(paced.SOURCE).environment, datetime.now(timezone.utc)
-    return [
-        measurement(
-            case=str(spec(length)), spec=spec(length), plan=Plan(plan), status="ok",
-            time_ms=dict.fromkeys(("kernel", "prepared", "call"), [1e3 * seconds] * 5),
-            error={"normal": {"out": 0.002}, "outlier": {"out": 0.002}}, bound=0.01, declared_error=0.005,
-            truth="fp64", timer="perf_counter", drawn_on="cpu", started=now, environment=here,
-        )
-        for length in lengths
-        for plan, seconds in ((SLOW, paced.SLOW), (FAST, paced.FAST))
-    ]  # fmt: skip
+    times = {SLOW: 1e3 * paced.SLOW, FAST: 1e3 * paced.FAST}
+    return [row(spec(length), plan, ms) for length in lengths for plan, ms in times.items()]
 
 
 def replayed(
@@ -91,7 +107,7 @@ def tensors(length: int = 32, grad: bool = False) -> list[Tensor]:
 
 
 def own_path() -> Path:
-    return user_table_path(setup(paced.SOURCE).environment)
+    return user_table_path(here())
 
 
 def entries(path: Path) -> dict[AttentionSpec, set[str]]:

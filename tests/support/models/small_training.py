@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from fakes import an_environment
 from torch import Tensor, nn
 
 from attnbench.harness.training.config import TrainConfig
@@ -14,7 +15,6 @@ from attnbench.harness.training.rows import TrainingRun, WarningSign
 from attnbench.harness.training.run.parallel import Ranks
 from attnbench.harness.training.run.session import Session
 from attnbench.harness.training.run.trainable import Trainable
-from attnbench.tables.environment import Environment
 
 VOCAB, WIDTH, HEADS, LENGTH = 16, 16, 2, 12
 
@@ -128,16 +128,7 @@ def session_of(folder: Path, **options) -> Session:
     return Session(folder, Ranks(torch.device("cpu")), **{"checkpoint_every": 0} | options)
 
 
-HERE = Environment(
-    device_type="cpu",
-    device_name="a CPU",
-    torch="2.13.0",
-    python="3.11",
-    platform="x",
-    cpu="x",
-    threads=1,
-    attnbench="0",
-)
+HERE = an_environment(device_name="a CPU", torch="2.13.0", backends={})
 
 
 def run_of(losses, role="candidate", seed=0, gradient=1.0, **more) -> TrainingRun:

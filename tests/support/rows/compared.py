@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from fakes import an_environment
 from flat import changed, measurement
 from places import RESULTS
 
@@ -15,12 +16,10 @@ from attnbench.harness.compare.terms import Limits, Terms
 from attnbench.harness.results.records import Measurement
 from attnbench.kernels.plan import Plan
 from attnbench.problem.spec import AttentionSpec
-from attnbench.tables.environment import Environment
 
-HERE = Environment(
-    device_type="cuda", device_name="a GPU", torch="2.9.0", python="3.12.1", platform="Linux", cpu="a CPU", threads=2,
-    attnbench="0.1.0", power_cap_w=700, backends={"fa3": "3.0"}, capability="9.0",
-)  # fmt: skip
+HERE = an_environment(
+    device_type="cuda", device_name="a GPU", capability="9.0", power_cap_w=700, backends={"fa3": "3.0"}
+)
 COMMITTED = RESULTS / "nvidia-h200"
 QUICK, INFERENCE = COMMITTED / "quick" / "measurements.jsonl", COMMITTED / "inference" / "measurements.jsonl.gz"
 WIDE = Terms(limits=Limits(time=0.1))  # rows like these could show so much, and not 3 %

@@ -4,6 +4,7 @@ import math
 from datetime import datetime, timezone
 
 import pytest
+from fakes import an_environment
 from flat import measurement
 
 from attnbench.harness.results.condense import condense
@@ -11,13 +12,9 @@ from attnbench.harness.results.merge import merge
 from attnbench.harness.results.store import Store
 from attnbench.kernels.plan import Plan
 from attnbench.problem.spec import AttentionSpec
-from attnbench.tables.environment import Environment
 from attnbench.tables.table import Table
 
-HERE = Environment(
-    device_type="cuda", device_name="a GPU", capability="9.0", cuda="13.0", torch="2.9.0", python="3.12.1",
-    platform="Linux", cpu="a CPU", threads=2, attnbench="0.1.0", backends={"fa3": "1.0"},
-)  # fmt: skip
+HERE = an_environment(device_type="cuda", device_name="a GPU", capability="9.0", cuda="13.0", backends={"fa3": "1.0"})
 WHEN = datetime(2026, 11, 20, tzinfo=timezone.utc)
 PLANS = [Plan("fa3:fp8"), Plan("sdpa-flash:bf16"), Plan("cudnn:fp8")]
 NUMBERS = {

@@ -8,6 +8,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from html.parser import HTMLParser
 
+from fakes import an_environment
 from flat import changed, measurement
 from small_training import run_of
 
@@ -15,20 +16,9 @@ from attnbench.harness.report.page.results import Results
 from attnbench.harness.results.records import Measurement
 from attnbench.kernels.plan import Plan
 from attnbench.problem.spec import AttentionSpec
-from attnbench.tables.environment import Environment
 
 BEGAN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
-GPU = Environment(
-    device_type="cuda",
-    device_name="A GPU",
-    capability="9.0",
-    torch="2.11.0",
-    python="3.12.0",
-    platform="Linux",
-    cpu="A CPU",
-    threads=4,
-    attnbench="0.1.0",
-)
+GPU = an_environment(device_type="cuda", device_name="A GPU", capability="9.0", torch="2.11.0", backends={})
 SQUARE = AttentionSpec.make(batch=2, heads=16, seqlen_q=1024, head_dim=128)
 CAUSAL = AttentionSpec.make(
     batch=1, heads=8, kv_heads=2, seqlen_q=2048, head_dim=64, mask=SQUARE.mask.__class__(right=0)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import signal
-import stat
 import subprocess
 import sys
 import time
@@ -168,23 +166,8 @@ def _leaves(value: Any) -> Any:
     os._exit(7)
 
 
-def _dies_answering(value: Any) -> Any:
-    """The length of an answer, half of it, and no more."""
-    for descriptor in range(3, 64):
-        with contextlib.suppress(OSError):
-            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                os.write(descriptor, (1000).to_bytes(4, "big") + bytes(500))
-    os._exit(9)
-
-
 def _segfaults(value: Any) -> Any:
     ctypes.string_at(0)
-    return value
-
-
-def _chats_and_dies(value: Any) -> Any:
-    os.write(1, b"\x00\xff\xfe junk \x1b[31m\n")
-    os.kill(os.getpid(), signal.SIGKILL)
     return value
 
 
@@ -199,15 +182,6 @@ def _hangs(value: Any) -> Any:
     _note(os.getpid())
     _note(_child())
     time.sleep(LONG)
-    return value
-
-
-def _forks_and_is_killed(value: Any) -> Any:
-    pid = os.fork()
-    if not pid:
-        time.sleep(LONG)
-    _note(pid)
-    os.kill(os.getpid(), signal.SIGKILL)
     return value
 
 
@@ -233,10 +207,7 @@ ACTS: dict[str, Callable[[Any], Any]] = {
     "reads": _reads_stdin,
     "leaves": _leaves,
     "segfaults": _segfaults,
-    "dies-answering": _dies_answering,
-    "chats-and-dies": _chats_and_dies,
     "hangs": _hangs,
-    "forks": _forks_and_is_killed,
     "locks": _holds_the_lock,
 }
 

@@ -12,7 +12,7 @@ from small_training import builder, gradient_times, not_a_number_after, rounded,
 
 from attnbench.errors import InputError
 from attnbench.harness.training.judge.curves import ending, gap_curve, smooth, spikes
-from attnbench.harness.training.judge.learning import RULES, TOLERANCE, Pair, judge_pairs, pairs_of
+from attnbench.harness.training.judge.learning import TOLERANCE, Pair, judge_pairs, pairs_of
 from attnbench.harness.training.run.session import plan_runs
 from examples import examples
 
@@ -45,13 +45,6 @@ def test_an_attention_with_a_wrong_gradient_is_found(trained, factor: float) -> 
     learning = judge_pairs(pairs_of(trained(gradient_times(factor), 12)))
     assert learning.verdict == "degraded", learning
     assert math.isclose(learning.first_gradient_ratio, factor, rel_tol=0.1)
-
-
-def test_an_attention_that_does_not_learn_is_found_by_its_loss_alone(trained) -> None:
-    rows = [row.model_copy(update={"signs": []}) for row in trained(gradient_times(0.0))]
-    learning = judge_pairs(pairs_of(rows))
-    assert learning.verdict == "degraded", learning
-    assert learning.gap > 0.05
 
 
 def test_runs_that_differ_by_rounding_are_equivalent(trained) -> None:
@@ -98,13 +91,6 @@ def test_wrong_verdicts_are_rare(gap: float, chaos: float, wrong: set, rate: flo
     assert sum(verdict in wrong for verdict in found) <= rate * len(found)
 
 
-@pytest.mark.parametrize(("gap", "right"), [(0.0, "equivalent"), (4 * TOLERANCE, "degraded")])
-def test_right_verdicts_are_frequent(gap: float, right: str) -> None:
-    generator = np.random.default_rng(1)
-    found = [_simulated(generator, gap, 4) for _ in range(examples(20, 60))]
-    assert found.count(right) >= 0.8 * len(found)
-
-
 @given(st.integers(0, 10**6), st.integers(100, 130), st.floats(0, 2))
 def test_a_run_that_falls_is_equivalent_to_itself(seed: int, steps: int, spread: float) -> None:
     falling = np.sort(1 + spread * np.random.default_rng(seed).random(steps))[::-1]
@@ -138,10 +124,6 @@ def test_outside_the_seeds_band_nothing_is_equivalent() -> None:
     learning = judge_pairs(pairs_of(runs))
     assert learning.verdict == "inconclusive"
     assert "outside" in learning.reason
-
-
-def test_every_verdict_has_its_rule() -> None:
-    assert [verdict for verdict, _ in RULES] == ["diverged", "degraded", "inconclusive", "equivalent"]
 
 
 def test_two_runs_of_one_seed_are_no_pair() -> None:

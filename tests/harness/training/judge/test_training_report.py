@@ -5,8 +5,6 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from small_training import HERE, run_of
 
 from attnbench.harness.report.training import PAGE, PICTURE, write_training_report
@@ -14,7 +12,6 @@ from attnbench.harness.training.judge.arms import arms_of, compare_arms, kinds_o
 from attnbench.harness.training.report.price import Offer, side_by_side
 from attnbench.harness.training.report.summary import offers_of, report
 from attnbench.harness.training.rows import Share
-from attnbench.tables.environment import Environment
 
 CURVE = [3.0 - 0.005 * step for step in range(120)]
 
@@ -45,16 +42,6 @@ def test_the_articles_own_numbers_give_the_articles_own_conclusion() -> None:
     assert h100.faster > 1  # "more than twice as fast"
     assert h100.better == pytest.approx(-0.31, abs=0.01)  # "~30% worse"
     assert h100.offer.units_per_price == pytest.approx(512 / 0.199 * 3600 / 98.32)
-
-
-@given(st.floats(1, 1e4), st.integers(1, 10**6), st.floats(0.1, 1e3), st.floats(1.01, 10))
-def test_half_the_price_or_half_the_time_is_twice_the_value(ms: float, units: int, price: float, times: float) -> None:
-    first, cheaper, faster = side_by_side(
-        [Offer("a", ms, units, price), Offer("b", ms, units, price / times), Offer("c", ms / times, units, price)]
-    )
-    assert cheaper.better == pytest.approx(times - 1)
-    assert faster.better == pytest.approx(times - 1)
-    assert (first.faster, cheaper.faster) == (0, 0)
 
 
 def test_a_candidate_is_held_against_the_baseline_that_is_most_like_it() -> None:
@@ -115,16 +102,6 @@ def test_a_gpu_that_waits_for_its_host_is_said(device_type: str, step_ms: float,
     assert ("waits for its host in 50% of it" in " ".join(report(runs, "text").split())) == said
 
 
-def test_machines_stand_side_by_side_under_their_names() -> None:
-    other = Environment.from_dict(HERE.to_dict() | {"device_name": "another CPU"})
-    runs = [
-        *arm_runs("baseline", "auto", price_per_hour=2.0),
-        *arm_runs("baseline", "auto", price_per_hour=1.0, environment=other),
-    ]
-    text = report(runs, "text")
-    assert re.search(r"auto on another CPU .*\+0% +\+100%", text)
-
-
 def test_runs_that_were_made_twice_or_have_two_prices_stand_side_by_side() -> None:
     first = [*arm_runs("baseline", "auto", price_per_hour=2.0), *arm_runs("candidate", "te:fp8", price_per_hour=2.0)]
     again = [run.model_copy(update={"price_per_hour": 1.0, "step_ms": [0.5] * 120}) for run in first]
@@ -135,19 +112,6 @@ def test_runs_that_were_made_twice_or_have_two_prices_stand_side_by_side() -> No
         ("te:fp8 #2", "auto #2"),
     ]
     assert re.search(r"auto #2 .*\+100% +\+300%", report([*first, *again], "text"))
-
-
-def test_runs_without_a_step_are_drawn_without_a_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    write_training_report([run_of([])], tmp_path)
-    assert not [str(each.message) for each in recwarn]
-
-
-def test_nothing_in_a_row_steers_a_terminal_a_table_or_a_page(tmp_path: Path) -> None:
-    evil = "x\x1b[31m|<script>$^{"
-    runs = arm_runs("candidate", evil, status="error", reason=evil)
-    assert "\x1b" not in report(runs, "text")
-    assert "<script>" not in report(runs, "markdown")
-    write_training_report(runs, tmp_path)
 
 
 def test_picture_and_page_are_drawn_and_need_nothing_from_elsewhere(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from small_training import build_small, builder, exact, not_a_number_after, run_of, session_of, small
 
 from attnbench.errors import InputError, MalformedFileError, MisuseError, OutputError
-from attnbench.harness.training.rows import ROWS, Share, TrainingRun, read_runs, write_runs
+from attnbench.harness.training.rows import ROWS, TrainingRun, read_runs, write_runs
 from attnbench.harness.training.run.session import plan_runs
 
 ANY = st.floats(-1e100, 1e100) | st.sampled_from([math.nan, math.inf, -math.inf])
@@ -53,13 +53,6 @@ def test_hostile_rows_are_refused_with_their_line(tmp_path: Path, change, said: 
     assert caught.value.line == 2
 
 
-@pytest.mark.parametrize("content", [b"\x80\x04pickle", b"{", b"[" * 100_000, b"null\n", b"\xff\xfe", b"{}"])
-def test_what_is_no_row_is_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / ROWS).write_bytes(content)
-    with pytest.raises(MalformedFileError):
-        list(read_runs(tmp_path / ROWS))
-
-
 @pytest.mark.parametrize("step", ["os.fsync", "os.replace"])
 def test_a_disk_that_is_full_leaves_the_rows_that_were_there(tmp_path: Path, monkeypatch, step: str) -> None:
     path = tmp_path / ROWS
@@ -85,11 +78,6 @@ def test_throughput_and_utilisation_come_from_undisturbed_steps() -> None:
     assert row.units_per_second == pytest.approx(10_000)
     assert row.mfu == pytest.approx(1e12 / 0.01 / 100e12 / 2)
     assert run_of([1.0], timed_from=1).units_per_second is None
-
-
-def test_a_share_is_a_share() -> None:
-    with pytest.raises(ValueError, match="share"):
-        Share(steps=1, forward_ms=1.0, backward_ms=1.0, busy_ms=1.0, share=1.5)
 
 
 def test_a_session_keeps_what_is_done_and_adds_what_is_not(tmp_path: Path) -> None:
@@ -154,16 +142,6 @@ def test_what_a_run_has_learnt_survives_a_second_start_that_fails(tmp_path: Path
     assert after.status == "error"
     assert repr(after.loss) == repr(before.loss)
     assert after.signs == before.signs
-
-
-def test_a_run_that_diverges_at_its_first_step_has_told_that_step(tmp_path: Path) -> None:
-    told: list[TrainingRun] = []
-    with session_of(tmp_path, patience=1) as session:
-        config = small(steps=8, attention="sdpa-math")
-        session.run(plan_runs(config, None, 1), builder(not_a_number_after(0)), told.append)
-    (row,) = read_runs(tmp_path)
-    assert (row.status, len(row.loss), len(row.signs), len(told)) == ("diverged", 1, 1, 1)
-    assert "for 1 step, from step 0 on" in row.reason
 
 
 def test_a_cpu_without_room_is_a_row_like_a_gpu_without_room(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import DECODER, EXPERTS, GPT2, SOFTCAPPED, WINDOWED
 from torch import Tensor
 
 from attnbench.errors import InputError
@@ -15,21 +16,6 @@ from attnbench.harness.training.models.blocks import compile_blocks
 from attnbench.harness.training.run.trainable import build
 
 transformers = pytest.importorskip("transformers")
-SMALL: dict[str, Any] = {
-    "vocab_size": 300,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 96,
-}
-WINDOWED = {"sliding_window": 16}
-SOFTCAPPED = {**WINDOWED, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 4}
-GPT2 = {"vocab_size": 300, "n_positions": 96, "n_embd": 64, "n_layer": 2, "n_head": 4}
-BLOOM = {"vocab_size": 300, "hidden_size": 64, "n_layer": 2, "n_head": 4}
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 def config(folder: Path, kind: str, settings: dict[str, Any], **others: Any) -> TrainConfig:
@@ -40,10 +26,10 @@ def config(folder: Path, kind: str, settings: dict[str, Any], **others: Any) -> 
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
-        ("Gemma2Config", {**SMALL, **SOFTCAPPED}),
-        ("Gemma3TextConfig", {**SMALL, **WINDOWED}),
+        ("Gemma2Config", SOFTCAPPED),
+        ("Gemma3TextConfig", WINDOWED),
         ("GPT2Config", GPT2),
-        ("MixtralConfig", {**SMALL, **EXPERTS}),
+        ("MixtralConfig", {**DECODER, **EXPERTS}),
     ],
 )
 def test_the_loss_is_that_of_transformers_own_attention(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
@@ -78,7 +64,7 @@ def test_the_loss_is_that_of_transformers_own_attention(tmp_path: Path, kind: st
         ),
         (
             "Llama4TextConfig",
-            {**SMALL, "attention_chunk_size": 16, "num_local_experts": 2, "intermediate_size_mlp": 96},
+            {**DECODER, "attention_chunk_size": 16, "num_local_experts": 2, "intermediate_size_mlp": 96},
             "it asks for attention in chunks",
         ),
         ("T5Config", {"vocab_size": 300, "d_model": 64}, "makes no causal language model"),
@@ -87,8 +73,8 @@ def test_the_loss_is_that_of_transformers_own_attention(tmp_path: Path, kind: st
             {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2},
             "knows no attention but its own",
         ),
-        ("LlamaConfig", {**SMALL, "vocab_size": 200}, "a vocabulary of 200, and bytes need 257"),
-        ("LlamaConfig", {**SMALL, "max_position_embeddings": 32}, "positions for 32 tokens, not 40"),
+        ("LlamaConfig", {**DECODER, "vocab_size": 200}, "a vocabulary of 200, and bytes need 257"),
+        ("LlamaConfig", {**DECODER, "max_position_embeddings": 32}, "positions for 32 tokens, not 40"),
     ],
 )
 def test_what_cannot_be_served_is_said(tmp_path: Path, kind: str, settings: dict[str, Any], said: str) -> None:
@@ -112,10 +98,10 @@ def test_what_a_layer_asks_for_beside_its_mask_is_refused(
     """On building, and in a step, where a layer asks for it then."""
     layer = transformers.models.llama.modeling_llama.LlamaAttention
     forward, new = layer.forward, {given: torch.ones(2)}
-    served = build(config(tmp_path / "served", "LlamaConfig", SMALL), "cpu")
+    served = build(config(tmp_path / "served", "LlamaConfig", DECODER), "cpu")
     monkeypatch.setattr(layer, "forward", lambda self, *args, **named: forward(self, *args, **{**named, **new}))
     with pytest.raises(InputError, match=f"cannot be served: (its )?LlamaAttention {said}"):
-        build(config(tmp_path / "new", "LlamaConfig", SMALL), "cpu")
+        build(config(tmp_path / "new", "LlamaConfig", DECODER), "cpu")
     with pytest.raises(InputError, match=f"LlamaAttention {said}"):
         served.loss(served.batch(0))
     new.clear()
@@ -123,7 +109,7 @@ def test_what_a_layer_asks_for_beside_its_mask_is_refused(
 
 
 def test_masks_are_asked_for_once_and_layers_are_handed_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainable = build(config(tmp_path, "MistralConfig", {**SMALL, **WINDOWED}), "cpu")
+    trainable = build(config(tmp_path, "MistralConfig", WINDOWED), "cpu")
     monkeypatch.delattr(huggingface, "told")
     attention, handed = transformers.models.mistral.modeling_mistral.MistralAttention, []
     for module in trainable.module.modules():
@@ -142,7 +128,7 @@ def test_masks_are_asked_for_once_and_layers_are_handed_none(tmp_path: Path, mon
 )
 def test_torchs_sdpa_is_not_asked_for_what_it_has_not(tmp_path: Path, settings: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=f"asks for {said}, which torch's SDPA has not"):
-        build(config(tmp_path, "Gemma2Config", {**SMALL, **settings}, attention="sdpa"), "cpu")
+        build(config(tmp_path, "Gemma2Config", settings, attention="sdpa"), "cpu")
 
 
 def test_a_config_that_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +159,7 @@ def test_autocast_and_bf16_reach_the_attention(tmp_path: Path) -> None:
         assert scale == 0.25
         return q
 
-    base = config(tmp_path, "LlamaConfig", SMALL)
+    base = config(tmp_path, "LlamaConfig", DECODER)
     for policy in ("autocast", "bf16"):
         seen.clear()
         trainable = build(base.replace(policy=policy), "cpu", attend=noting)
@@ -189,7 +175,7 @@ def test_work_is_counted_for_the_experts_that_a_token_sees(tmp_path: Path) -> No
     attention = 2 * 3 * 2 * 2 * 4 * (40 * 41 / 2) * 32
     matrices = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96) + 64 * 300
     rotation = 2 * 3 * 16 * 40  # transformers multiplies positions with frequencies as matrices; once a batch counted
-    dense = flops("LlamaConfig", SMALL)
+    dense = flops("LlamaConfig", DECODER)
     assert dense == pytest.approx(6 * tokens * matrices + attention, abs=10 * rotation)
-    routed = flops("MixtralConfig", {**SMALL, **EXPERTS})
+    routed = flops("MixtralConfig", {**DECODER, **EXPERTS})
     assert routed - dense == pytest.approx(6 * tokens * 2 * (3 * 64 * 96 + 64 * 4))

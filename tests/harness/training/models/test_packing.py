@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from small_training import gradients
+from tiny_models import DECODER
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -19,11 +20,7 @@ from attnbench.harness.training.models.blocks import checkpoint_blocks, compile_
 from attnbench.harness.training.run.trainable import Trainable, build
 from attnbench.harness.training.run.warning_signs import signs_of
 
-LLAMA: dict[str, Any] = {
-    "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 96,
-}  # fmt: skip
-MODELS = {"gpt": {}, "LlamaConfig": LLAMA, "MistralConfig": {**LLAMA, "sliding_window": 8}}
+MODELS = {"gpt": {}, "LlamaConfig": DECODER, "MistralConfig": {**DECODER, "sliding_window": 8}}
 
 
 @pytest.fixture
@@ -137,12 +134,3 @@ def test_models_that_mix_documents_are_refused(texts: Path, monkeypatch: pytest.
     )
     with pytest.raises(InputError, match="LlamaAttention is not told where packed documents begin"):
         trainable(texts, "LlamaConfig")
-
-
-def test_what_cannot_be_packed_is_said() -> None:
-    with pytest.raises(InputError, match="SDPA does not know where packed documents begin"):
-        TrainConfig.make(packing="packed", attention="sdpa")
-    with pytest.raises(InputError, match="vit-huge learns images"):
-        TrainConfig.make("vit-huge", packing="padded")
-    with pytest.raises(InputError, match="packing is one of none, packed, padded"):
-        TrainConfig.make(packing="tight")

@@ -17,10 +17,9 @@ from patience import PATIENCE
 from places import SUPPORT
 from small_training import build_small, run_of, small
 
-from attnbench.errors import InputError, MisuseError
+from attnbench.errors import MisuseError
 from attnbench.harness.training.config import TrainConfig
 from attnbench.harness.training.rows import ROWS, write_runs
-from attnbench.harness.training.run.foreseen import check_beforehand
 from attnbench.harness.training.run.history import History
 from attnbench.harness.training.run.loop import LoopOptions, train
 from attnbench.harness.training.run.parallel import Ranks, join_ranks, spread
@@ -79,13 +78,6 @@ def test_ranks_and_configuration_must_agree() -> None:
         spread(build_small(small(), cpu), Ranks(cpu, 0, 2))
 
 
-def test_torchs_ring_is_refused_on_a_cpu_beforehand() -> None:
-    config = TrainConfig.make(attention="sdpa", parallel="ddp", context_parallel=2)
-    check_beforehand(config.replace(attention="auto"), torch.device("cpu"))
-    with pytest.raises(InputError, match="GPUs alone"):
-        check_beforehand(config, torch.device("cpu"))
-
-
 @pytest.mark.parametrize(
     ("device", "environ", "said"),
     [("cpu", {"WORLD_SIZE": "two"}, "numbers"), ("cuda:0", {}, "its own GPU"), ("cpu", {}, "MASTER_ADDR")],
@@ -94,11 +86,6 @@ def test_what_torchrun_did_not_set_is_refused(device: str, environ: dict, said: 
     started = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"} | environ
     with pytest.raises(MisuseError, match=said), join_ranks(device, started):
         pass
-
-
-def test_without_torchrun_there_is_one_rank() -> None:
-    with join_ranks("cpu", {"RANK": "3"}) as ranks:
-        assert (ranks.rank, ranks.world, ranks.first, ranks.agreed(5)) == (0, 1, True, 5)
 
 
 def test_fsdps_mixed_precision_rounds_weights_and_not_the_angles_of_rotary_embeddings(
