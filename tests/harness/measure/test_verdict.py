@@ -218,12 +218,14 @@ LITTLE = alike(judgement(0.05))
 HEARD: dict[str, tuple[Observations, str | None]] = {
     "a gain on every family": (Observations(bound=0.12, judged=GAIN), "bias"),
     "smaller on another": (Observations(bound=0.12, judged=GAIN | {"sink": {"out": judgement(bias=0.001)}}), None),
-    "of another sign on another": (Observations(bound=0.12, judged=GAIN | {"sink": {"out": judgement(bias=-0.05)}}), None),
+    "of another sign": (Observations(bound=0.12, judged=GAIN | {"sink": {"out": judgement(bias=-0.05)}}), None),
     "on one family": (Observations(bound=0.12, judged={"normal": GAIN["normal"]}), None),
     "an error far below the floor": (Observations(bound=0.12, judged=GAIN, floor=alike(judgement(0.11))), "too good"),
     "a gain beside as large a floor": (Observations(bound=0.12, judged=LARGE, floor=alike(judgement(0.11))), None),
     "beside a smaller one": (
-        Observations(bound=0.12, judged=LARGE, floor=alike(judgement(0.11)) | alike(judgement(0.05), "normal")), "bias"),
+        Observations(bound=0.12, judged=LARGE, floor=alike(judgement(0.11)) | alike(judgement(0.05), "normal")),
+        "bias",
+    ),
     "means of few rows": (Observations(bound=0.12, judged=alike(judgement(0.0, rows=8, bias=0.01), name="lse")), None),
     "means of enough": (Observations(bound=0.12, judged=alike(judgement(0.0, bias=0.01), name="lse")), "lse"),
     # One family whose scores are all large, as on Hopper's accumulator.
