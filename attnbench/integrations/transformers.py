@@ -160,7 +160,7 @@ class _Answers:
         causal = asks_causal(module, is_causal)
         if named is not None:
             attention_mask = _within(named, attention_mask, causal, query, key)
-        given = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
+        given: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
         if position_bias is not None:
             given["position_bias"] = position_bias
         function = self._sdpa

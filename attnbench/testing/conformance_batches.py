@@ -34,7 +34,10 @@ def check_batch(subject: Subject, spec: AttentionSpec, batch: Batch) -> str | No
     Again after the first sequence was filled with NaN, and after the others were and were made a thousand times larger:
     no scale, no value and no gradient crosses a border.  NaN may where a row says so.
     """
-    drawn, lengths, whole = _draw(spec, batch, subject.device)
+    isolates = all(
+        kernel.rows[subject.device.type].isolates for kernel in (subject.forward, subject.backward) if kernel
+    )
+    drawn, lengths, whole = _draw(spec, batch, subject.device, isolates)
     sequences = list(lengths.sequences(whole, drawn.q, drawn.k))
     first, others = sequences[:1], sequences[1:]
     turns: tuple[tuple[str, Collection[Sequence], float], ...] = (
@@ -42,9 +45,6 @@ def check_batch(subject: Subject, spec: AttentionSpec, batch: Batch) -> str | No
         ("beside a sequence of NaN ", first, torch.nan),
         ("beside others of NaN ", others, torch.nan),
         ("beside others a thousand times as large ", others, _LOUD),
-    )
-    isolates = all(
-        kernel.rows[subject.device.type].isolates for kernel in (subject.forward, subject.backward) if kernel
     )
     if not isolates:
         subject.note(f"{batch} batch", "what is not finite may reach the neighbours of a sequence, as its row says")
@@ -66,8 +66,13 @@ def check_batch(subject: Subject, spec: AttentionSpec, batch: Batch) -> str | No
     return None
 
 
-def _draw(spec: AttentionSpec, batch: Batch, device: torch.device) -> tuple[Drawn, Lengths, AttentionSpec]:
-    """Tensors of such a batch, their lengths and spec: sequences like this spec's, shorter, of length 1 and empty."""
+def _draw(
+    spec: AttentionSpec, batch: Batch, device: torch.device, isolates: bool = True
+) -> tuple[Drawn, Lengths, AttentionSpec]:
+    """Tensors of such a batch, their lengths and spec: sequences like this spec's, shorter, of length 1 and empty.
+
+    Padding is NaN, and so is, for kernels that isolate sequences, what has no queries or no keys.
+    """
     half = max(1, spec.seqlen_q // 2), max(1, spec.seqlen_kv // 2)
     pairs = [(spec.seqlen_q, spec.seqlen_kv), (1, 1), (0, 0), half]
     if spec.seqlen_q != spec.seqlen_kv:
@@ -86,12 +91,23 @@ def _draw(spec: AttentionSpec, batch: Batch, device: torch.device) -> tuple[Draw
         lengths = padded(drawn.q, drawn.k, used_q, same, "left" if batch == "left-padded" else "right")
     whole = spec.replace(**sizes_of(lengths, drawn.q.shape[0], drawn.q.shape[2], drawn.k.shape[2]))
     if batch != "packed":
-        drawn = _only(drawn, list(lengths.sequences(whole, drawn.q, drawn.k)))
+        kept = list(lengths.sequences(whole, drawn.q, drawn.k))
+        if not isolates:
+            places = zip(
+                *(_places(side, size, batch) for side, size in zip((queries, keys), rows, strict=True)), strict=True
+            )
+            kept = [Sequence(row, *place, whole) for row, place in enumerate(places)]
+        drawn = _only(drawn, kept)
     return drawn, lengths, whole
 
 
+def _places(counts: tuple[int, ...], size: int, batch: Batch) -> list[slice]:
+    """Where the used tokens of each row of this size lie."""
+    return [slice(size - each, size) if batch == "left-padded" else slice(0, each) for each in counts]
+
+
 def _only(drawn: Drawn, sequences: Collection[Sequence]) -> Drawn:
-    """The same with NaN in all that belongs to no sequence."""
+    """The same with NaN in all that belongs to none of the sequences."""
     q, k, v = (torch.full_like(x, torch.nan) for x in (drawn.q, drawn.k, drawn.v))
     grad_out = None if drawn.grad_out is None else torch.full_like(drawn.grad_out, torch.nan)
     for own in sequences:

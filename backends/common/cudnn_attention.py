@@ -42,7 +42,6 @@ _HOPPER = (9, 0)
 _INT32 = 2**31 - 1
 _UNLIMITED = 2**31  # the 16-bit forward was right on an H200 at every head dimension tried, up to 32768
 _GROUP = 16  # queries
-_WIDEST_PACKED = 256
 # The last tile of a sequence reads the tokens of the next one; whether NaN stays there was not seen.
 _PACKS: dict[str, Any] = {"lengths": BATCHES, "isolates": False}
 
@@ -68,12 +67,14 @@ class CudnnForward(ForwardKernel):
     """A 16-bit forward of ``backend``.
 
     ``left_open``: windows without a left side may have more queries than keys.  ``packs``: packed batches are served,
-    of sequences with as many keys as queries; False until `attnbench check` has shown it on a GPU.
+    of sequences with as many keys as queries, of heads up to ``widest_packed``, where `attnbench check` has shown it on
+    a GPU.
     """
 
     backend: str
     left_open: bool = True
     packs: bool = False
+    widest_packed: int = 256
     evidence: Mapping[str, str] = {"cuda": FORWARD_EVIDENCE}
 
     def __init__(self, precision: str) -> None:
@@ -84,8 +85,8 @@ class CudnnForward(ForwardKernel):
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         """Other GPU generations, scales that are not positive, masks that need more keys, wide packed heads."""
         reasons = _refusals(spec, device, self.left_open)
-        if spec.lengths is not None and max(spec.head_dim, spec.head_dim_v) > _WIDEST_PACKED:
-            reasons.append(f"is known on packed batches for head dimensions up to {_WIDEST_PACKED} only")
+        if spec.lengths is not None and max(spec.head_dim, spec.head_dim_v) > self.widest_packed:
+            reasons.append(f"is known on packed batches for head dimensions up to {self.widest_packed} only")
         return reasons
 
 

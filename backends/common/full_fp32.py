@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-__all__ = ["full_fp32"]
+__all__ = ["full_fp32", "shortened"]
 
 _NOTHING = nullcontext()
 # What ``fp32_precision`` of torch.backends.cuda.matmul and torch.backends.mkldnn.matmul are properties of: these take
@@ -24,8 +24,12 @@ def full_fp32(x: Tensor) -> AbstractContextManager[None]:
     """
     if x.is_cuda:  # where "none" leaves the decision to environment variables
         return _lengthened("cuda")
-    # "none", the default, shortens nothing on a CPU; setting it takes 4 µs.
-    return _NOTHING if _read("mkldnn", "matmul") in ("none", "ieee") else _lengthened("mkldnn")
+    return _lengthened("mkldnn") if shortened() else _NOTHING
+
+
+def shortened() -> bool:
+    """Whether a CPU may compute FP32 products in a shorter type; "none", the default, shortens nothing there."""
+    return _read("mkldnn", "matmul") not in ("none", "ieee")  # setting it takes 4 µs
 
 
 @contextmanager

@@ -23,8 +23,10 @@ from attnbench.kernels.contract import (
     Operands,
     Result,
     Saved,
+    Whole,
     gradient_dtype,
 )
+from attnbench.kernels.devices import bind
 from attnbench.problem.dtypes import TO_TORCH
 from attnbench.problem.lengths_kind import BATCHES, Batch
 from attnbench.problem.spec import AttentionSpec
@@ -33,7 +35,7 @@ from ..common.declared_errors import DECLARED_ERROR, DECLARED_GRADIENT_ERROR, SH
 from ..common.layout import padded, whole_gradients
 from ..common.unpadding import unpads_forward
 from ..common.windows import window_of
-from .fa3_operands import Native, dimensions, prepared, readable, refuse_spec
+from .fa3_operands import Native, dimensions, prepared, readable, refuse_spec, shared
 from .fa3_origins import availability, chosen, library
 
 __all__ = ["BACKEND", "HOPPER", "PROFILED", "Fa3Backward", "Fa3Forward", "fp8_row", "needs"]
@@ -116,6 +118,23 @@ class Fa3Forward(ForwardKernel):
         if out.shape[-1] > spec.head_dim_v:
             out = out[..., : spec.head_dim_v]
         return Result(out.transpose(1, 2).to(gradient_dtype(spec)), lse)
+
+    def whole(self, spec: AttentionSpec, device_type: str) -> Whole | None:
+        """The operator in 16 bits, without gradients, where nothing is padded or cut off."""
+        if self.precision == "fp8" or spec.training:
+            return None
+        window, *dimensions = shared(spec, fp8=False)
+        if dimensions != [spec.head_dim, spec.head_dim_v] or window.keys < spec.seqlen_kv:
+            return None
+        forward, no_descales, one_length = library().forward, (None,) * 3, (None,) * 4
+        described = spec.scale, window.causal, window.left, window.right, spec.softcap
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            bind(q.device)
+            out, lse, *_ = forward(readable(q), readable(k), readable(v), *no_descales, *described, *one_length)
+            return out.transpose(1, 2), lse
+
+        return attend
 
 
 class Fa3Backward(BackwardKernel):

@@ -19,6 +19,7 @@ from ..common.windows import Window, window_of
 
 __all__ = [
     "Native", "check_plain", "dimensions", "native", "prepared", "quantise_by_key_head", "readable", "refuse_spec",
+    "shared",
 ]  # fmt: skip
 
 Triple = tuple[Quantised, Quantised, Quantised]
@@ -164,7 +165,7 @@ def native(
         tensors = (q.data, *(_repeated(x.data, repeat) for x in (k, v)))
     else:
         tensors = tuple(x for x in (q, k, v) if isinstance(x, Tensor))
-    window, d, dv = _shared(spec, descales[0] is not None)
+    window, d, dv = shared(spec, descales[0] is not None)
     q_, k_, v_ = tensors
     if window.keys < spec.seqlen_kv:
         k_, v_ = k_[:, :, : window.keys], v_[:, :, : window.keys]
@@ -175,7 +176,7 @@ def native(
 
 
 @lru_cache(maxsize=1024)
-def _shared(spec: AttentionSpec, fp8: bool) -> tuple[Window, int, int]:
+def shared(spec: AttentionSpec, fp8: bool) -> tuple[Window, int, int]:
     """What calls share: the window and the head dimensions of Q and K, and of V."""
     found = window_of(spec)
     if isinstance(found, str):

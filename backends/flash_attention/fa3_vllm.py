@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attnbench.kernels.capabilities import Device
-from attnbench.kernels.contract import Availability, Backend, Inputs, Operands, Result, gradient_dtype
+from attnbench.kernels.contract import Availability, Backend, Inputs, Operands, Result, Whole, gradient_dtype
 from attnbench.problem.spec import AttentionSpec
 
 from ..common.installed import has_file, installed, without_cuda
@@ -78,6 +78,10 @@ class VllmForward(Fa3Forward):
         operands = super().prepare(inputs, spec)
         operands.native = _packed(operands.native)
         return operands
+
+    def whole(self, spec: AttentionSpec, device_type: str) -> Whole | None:
+        """None: its operator takes packed tensors alone."""
+        return None
 
     def run(self, operands: Operands) -> Result:
         """The kernel; its log-sum-exp comes as (H, B·Sq)."""

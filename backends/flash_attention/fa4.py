@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,9 @@ from attnbench.kernels.contract import (
     Operands,
     Result,
     Saved,
+    Whole,
 )
+from attnbench.kernels.devices import bind
 from attnbench.problem.lengths import Lengths
 from attnbench.problem.lengths_kind import BATCHES
 from attnbench.problem.spec import AttentionSpec
@@ -117,6 +119,22 @@ class Fa4Forward(_Fa4, ForwardKernel):
     def run(self, operands: Operands) -> Result:
         """The first call of a shape class (dtype, head dimensions, group, kind of mask, softcap) compiles."""
         return _forward(operands.spec, *operands.native, **_starts(operands.lengths))
+
+    def whole(self, spec: AttentionSpec, device_type: str) -> Whole | None:
+        """The library's function without gradients, where nothing is padded or cut off."""
+        window, *dimensions = _shared(spec, _FORWARD_STEP)
+        if spec.training or dimensions != [spec.head_dim, spec.head_dim_v] or window.keys < spec.seqlen_kv:
+            return None
+        forward = partial(
+            _library().forward, softmax_scale=spec.scale, softcap=spec.softcap, **_sides(window), return_lse=True
+        )
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            bind(q.device)
+            out, lse, *_ = forward(_bshd(q), _bshd(k), _bshd(v))
+            return out.transpose(1, 2), lse
+
+        return attend
 
 
 class Fa4Fp8Forward(ForwardKernel):

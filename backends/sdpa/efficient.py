@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnbench.graph_pools import permanent
 from attnbench.kernels.capabilities import Capabilities, Device
 from attnbench.kernels.contract import Backend, BackwardKernel, ForwardKernel, Inputs, Operands, Result, Saved, Whole
 from attnbench.problem.lengths_kind import BATCHES
@@ -29,7 +28,6 @@ __all__ = ["BACKEND", "Band", "causal_band"]
 
 _PRECISIONS = ("bf16", "fp16", "fp32")
 _NO_MASK, _TOP_LEFT, _BOTTOM_RIGHT = 0, 1, 2  # CustomMaskType in torch's kernel_forward.h
-_CPU = torch.device("cpu")
 _LSE_BLOCK = 32  # kAlignLSE in torch's kernel_forward.h
 
 
@@ -74,35 +72,14 @@ class _Efficient(TypedKernel):
         return cuda_refusals(spec, device) + ([band] if isinstance(band, str) else [])
 
 
-@permanent
-def _unused(device: torch.device) -> Tensor:
-    """The random state of a dropout that there is none of."""
-    return torch.empty((), dtype=torch.int64, device=device)
-
-
-class _Shared(NamedTuple):
-    """What calls of a spec share; ``whole``: torch's operator on (B, H, S, D) serves, which has no windows."""
-
-    band: Band
-    whole: bool
-
-
-@lru_cache(maxsize=1024)
-def _shared(spec: AttentionSpec) -> _Shared:
+def _inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor, Band]:
     band = causal_band(spec.mask, spec.seqlen_q, spec.seqlen_kv)
     if isinstance(band, str):
         raise ValueError(band)
-    return _Shared(band, band.width is None and band.diagonal != _BOTTOM_RIGHT)
-
-
-def _inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """As they are, aligned, where the operator on (B, H, S, D) serves, else (B, S, H, D)."""
     if spec.group > 1:
         k, v = (x.repeat_interleave(spec.group, dim=1) for x in (k, v))
-    q, k, v = aligned(q), aligned(k), aligned(v)
-    if _shared(spec).whole:
-        return q, k, v
-    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    q, k, v = (aligned(x).transpose(1, 2) for x in (q, k, v))
+    return q, k, v, band
 
 
 class EfficientForward(_Efficient, ForwardKernel):
@@ -125,26 +102,17 @@ class EfficientForward(_Efficient, ForwardKernel):
         """The operator; the rows that pad its log-sum-exp are cut off."""
         if operands.lengths is not None:
             return answer_each(self, operands)
-        q, k, v = operands.native
+        q, k, v, band = operands.native
         spec = operands.spec
-        band, whole = _shared(spec)
-        if whole:  # the same kernel, whose tensors torch transposes in C++: a fourth of the host's time
-            found = torch._scaled_dot_product_efficient_attention(
-                q, k, v, None, True, 0.0, band.diagonal == _TOP_LEFT, scale=spec.scale
-            )
-            out, lse = found[0], found[1]
-        else:
-            out, lse, *_ = torch.ops.aten._efficient_attention_forward.default(
-                q, k, v, None, None, None, None, None, 0.0, band.diagonal, True,
-                scale=spec.scale, window_size=band.width,
-            )  # fmt: skip
-            out = out.transpose(1, 2)
-        return Result(out, lse[..., : spec.seqlen_q] if spec.seqlen_q % _LSE_BLOCK else lse)
+        out, lse, *_ = torch.ops.aten._efficient_attention_forward(
+            q, k, v, None, None, None, None, None, 0.0, band.diagonal, True, scale=spec.scale, window_size=band.width
+        )
+        return Result(out.transpose(1, 2), lse[..., : spec.seqlen_q])
 
     def whole(self, spec: AttentionSpec, device_type: str) -> Whole | None:
-        """torch's operator on (B, H, S, D) where it serves, which knows no groups."""
-        band, alone = _shared(spec)
-        if spec.group > 1 or not alone:
+        """torch's operator around the same kernels: no groups, and no mask but the top-left causal one."""
+        band = causal_band(spec.mask, spec.seqlen_q, spec.seqlen_kv)
+        if spec.group > 1 or band not in (Band(_NO_MASK, None), Band(_TOP_LEFT, None)):
             return None
         causal, scale, queries = band.diagonal == _TOP_LEFT, spec.scale, spec.seqlen_q
         with_lse = spec.return_lse or spec.direction == "training"
@@ -181,27 +149,17 @@ class EfficientBackward(_Efficient, BackwardKernel):
             return derive_each(self, saved, grad_out)
         spec, lse = saved.spec, saved.lse
         assert lse is not None
-        (band, whole), unused = _shared(spec), _unused(_CPU)
-        q, k, v = _inputs(*saved.operands.tensors(), spec)
-        if missing := -spec.seqlen_q % _LSE_BLOCK:
-            lse = F.pad(lse, (0, missing), value=math.inf)
-        grad_out, lse, rows = aligned(grad_out), lse.contiguous(), saved.out.transpose(1, 2)
-        if whole:
-            out = saved.out if rows.is_contiguous() else rows.contiguous().transpose(1, 2)
-            dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default(
-                grad_out, q, k, v, None, out, lse, unused, unused, 0.0, [True, True, True, False],
-                band.diagonal == _TOP_LEFT, scale=spec.scale,
-            )  # fmt: skip
-        else:
-            gradients = torch.ops.aten._efficient_attention_backward.default(
-                grad_out.transpose(1, 2), q, k, v, None, rows.contiguous(), None, None,
-                spec.seqlen_q, spec.seqlen_kv, lse, 0.0, unused, unused, band.diagonal, False,
-                scale=spec.scale, window_size=band.width,
-            )  # fmt: skip
-            dq, dk, dv = (x.transpose(1, 2) for x in gradients[:3])
+        q, k, v, band = _inputs(*saved.operands.tensors(), spec)
+        padded = F.pad(lse, (0, -spec.seqlen_q % _LSE_BLOCK), value=math.inf).contiguous()
+        unused = torch.empty((), dtype=torch.int64)  # the dropout's random state
+        dq, dk, dv, _ = torch.ops.aten._efficient_attention_backward(
+            aligned(grad_out).transpose(1, 2), q, k, v, None, saved.out.transpose(1, 2).contiguous(), None, None,
+            spec.seqlen_q, spec.seqlen_kv, padded, 0.0, unused, unused, band.diagonal, False,
+            scale=spec.scale, window_size=band.width,
+        )  # fmt: skip
         if spec.group > 1:
-            dk, dv = (x.unflatten(1, (spec.kv_heads, spec.group)).sum(dim=2) for x in (dk, dv))
-        return dq, dk, dv
+            dk, dv = (x.unflatten(2, (spec.kv_heads, spec.group)).sum(dim=3) for x in (dk, dv))
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
 BACKEND = Backend(

@@ -7,12 +7,10 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnbench.graph_pools import permanent
 from attnbench.kernels.capabilities import Capabilities, Device
 from attnbench.kernels.contract import (
     Backend,
@@ -31,7 +29,7 @@ from attnbench.problem.spec import AttentionSpec
 from ..common.cuda_limits import cuda_refusals
 from ..common.declared_errors import DECLARED_GRADIENT_ERROR
 from ..common.each_sequence import answer_each, derive_each, prepare_each
-from ..common.full_fp32 import full_fp32
+from ..common.full_fp32 import full_fp32, shortened
 from ..common.installed import torch_availability
 from ..common.layout import aligned, whole_gradients
 from ..common.mask_tensor import MAX_SCORES, dense_mask
@@ -88,27 +86,18 @@ def _whole_on_cpu(causal: bool, spec: AttentionSpec) -> Whole:
     single, scale = spec.dtype == "fp32", spec.scale
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v = _readable(q), _readable(k), _readable(v)
-        with full_fp32(q) if single else _NOTHING:
-            found: tuple[Tensor, Tensor] = torch._scaled_dot_product_flash_attention_for_cpu(
-                q, k, v, 0.0, causal, scale=scale
-            )
+        if single and shortened():
+            with full_fp32(q):
+                return operate(q, k, v)
+        return operate(q, k, v)
+
+    def operate(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = torch._scaled_dot_product_flash_attention_for_cpu(
+            _readable(q), _readable(k), _readable(v), 0.0, causal, scale=scale
+        )
         return found
 
     return attend
-
-
-class _OnCpu(NamedTuple):
-    """What calls of a spec share on a CPU: whether the operator's causal mask serves, or a tensor is needed."""
-
-    causal: bool
-    masked: bool
-
-
-@lru_cache(maxsize=1024)
-def _on_cpu(spec: AttentionSpec) -> _OnCpu:
-    causal = _cpu_causal(spec)
-    return _OnCpu(causal, spec.mask.kind != "none" and not causal)
 
 
 def _cpu_mask(spec: AttentionSpec, q: Tensor) -> Tensor | None:
@@ -142,12 +131,13 @@ class FlashForward(_Flash, ForwardKernel):
         """Views where the strides allow it, and the mask as the device's operator takes it."""
         q, k, v = inputs.unquantised()
         if q.is_cuda:
-            return Operands(spec, q, k, v, (*_cuda_inputs(q, k, v, spec), _on_cuda(spec)), inputs.lengths)
+            return Operands(spec, q, k, v, _cuda_inputs(q, k, v, spec), inputs.lengths)
         if inputs.lengths is not None:
             return prepare_each(self, inputs, spec)
-        causal, masked = _on_cpu(spec)
-        mask = _cpu_mask(spec, q) if masked else None
-        return Operands(spec, q, k, v, (_readable(q), _readable(k), _readable(v), causal, mask))
+        causal = _cpu_causal(spec)
+        empty = _empty_rows(spec) if spec.has_empty_rows else None
+        native = _readable(q), _readable(k), _readable(v), causal, None if causal else _cpu_mask(spec, q), empty
+        return Operands(spec, q, k, v, native)
 
     def run(self, operands: Operands) -> Result:
         """The operator; rows without a key get the log-sum-exp minus infinity, which neither operator gives them."""
@@ -155,11 +145,8 @@ class FlashForward(_Flash, ForwardKernel):
         if isinstance(native, list):  # a part for each sequence, on the CPU
             return answer_each(self, operands)
         if native[0].is_cuda:
-            q, k, v, (window, whole) = native
-            if whole:  # the same kernel, whose tensors torch transposes in C++: a fourth of the host's time
-                found = torch._scaled_dot_product_flash_attention(q, k, v, 0.0, window.causal, False, scale=spec.scale)
-                return Result(found[0], found[1])
-            out, lse, *_ = torch.ops.aten._flash_attention_forward.default(
+            q, k, v, window = native
+            out, lse, *_ = torch.ops.aten._flash_attention_forward(
                 q, k, v, *_starts(operands, window), 0.0, False, False,
                 scale=spec.scale, window_size_left=window.left, window_size_right=window.right,
             )  # fmt: skip
@@ -168,24 +155,23 @@ class FlashForward(_Flash, ForwardKernel):
             if spec.has_empty_rows:
                 lse = lse.masked_fill(lse == math.inf, -math.inf)
             return Result(out.transpose(1, 2), lse)
-        q, k, v, causal, mask = native
+        q, k, v, causal, mask, empty = native
         with full_fp32(q) if spec.dtype == "fp32" else _NOTHING:
             out, lse = torch._scaled_dot_product_flash_attention_for_cpu(  # torch.ops takes 3 µs more
                 q, k, v, 0.0, causal, attn_mask=mask, scale=spec.scale
             )
-        if spec.has_empty_rows:
-            lse = lse.masked_fill(_empty_rows(spec), -math.inf)
+        if empty is not None:
+            lse = lse.masked_fill(empty, -math.inf)
         return Result(out, lse)
 
     def whole(self, spec: AttentionSpec, device_type: str) -> Whole | None:
         """torch's operators, where their own causal mask or none is what is asked, and they need no correction."""
-        if spec.has_empty_rows:
+        if spec.has_empty_rows or spec.mask.kind not in ("none", "causal"):
             return None
+        causal = spec.mask.kind == "causal"
         if device_type == "cuda":
-            window, alone = _on_cuda(spec)
-            return _whole_on_cuda(window.causal, spec.scale) if alone else None
-        causal, masked = _on_cpu(spec)
-        if masked or (spec.dtype == "fp32" and spec.direction == "training"):
+            return None if causal and spec.seqlen_q != spec.seqlen_kv else _whole_on_cuda(causal, spec.scale)
+        if (causal and not _cpu_causal(spec)) or (spec.dtype == "fp32" and spec.direction == "training"):
             return None  # the precision of FP32 products is held around each pass
         return _whole_on_cpu(causal, spec)
 
@@ -234,34 +220,16 @@ def _roundings(spec: AttentionSpec) -> float:
     return math.sqrt(sums / 2)
 
 
-class _OnCuda(NamedTuple):
-    """What calls of a spec share on CUDA; ``whole``: torch's operator on (B, H, S, D) serves, which has no windows."""
-
-    window: Window
-    whole: bool
-
-
-@lru_cache(maxsize=1024)
-def _on_cuda(spec: AttentionSpec) -> _OnCuda:
+def _cuda_inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor, Window]:
     window = flash2_window_of(spec)
     if isinstance(window, str):
         raise ValueError(window)
-    square = window.causal and spec.seqlen_q == spec.seqlen_kv
-    return _OnCuda(window, spec.lengths is None and (spec.mask.kind == "none" or square))
-
-
-def _cuda_inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """As they are, aligned, where the operator on (B, H, S, D) serves, else (B, S, H, D) or (T, H, D)."""
-    window, whole = _on_cuda(spec)
-    q, k, v = aligned(q), aligned(k), aligned(v)
-    if whole:
-        return q, k, v
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    q, k, v = aligned(q).transpose(1, 2), aligned(k).transpose(1, 2), aligned(v).transpose(1, 2)
     if spec.lengths is not None:
-        return q[0], k[0], v[0]
+        return q[0], k[0], v[0], window
     if window.keys < spec.seqlen_kv:
         k, v = k[:, : window.keys], v[:, : window.keys]
-    return q, k, v
+    return q, k, v, window
 
 
 def _starts(operands: Operands, window: Window) -> tuple[Tensor | None, Tensor | None, int, int]:
@@ -271,49 +239,34 @@ def _starts(operands: Operands, window: Window) -> tuple[Tensor | None, Tensor |
     return *operands.lengths.starts, operands.lengths.longest_q, operands.lengths.longest_kv
 
 
-@permanent
-def _unused(device: torch.device) -> Tensor:
-    """The random state of a dropout that there is none of."""
-    return torch.empty(2, dtype=torch.uint64, device=device)
-
-
 def _backward_cuda(saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    spec, lse, out, operands = saved.spec, saved.lse, saved.out, saved.operands
+    spec, lse = saved.spec, saved.lse
     assert lse is not None
-    window, whole = _on_cuda(spec)
-    q, k, v = _cuda_inputs(*operands.tensors(), spec)
+    q, k, v, window = _cuda_inputs(*saved.operands.tensors(), spec)
     if spec.has_empty_rows:
         lse = lse.masked_fill(lse == -math.inf, math.inf)  # the kernel wants exp(S - LSE) to be 0 there
-    unused, lse = _unused(lse.device), lse.contiguous()
-    grad_out, out = aligned(grad_out), aligned(out)
-    if whole:
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward.default(
-            grad_out, q, k, v, out, lse, None, None, spec.seqlen_q, spec.seqlen_kv, 0.0, window.causal, unused, unused,
-            scale=spec.scale,
-        )  # fmt: skip
-        return dq, dk, dv
-    grad_out, out = grad_out.transpose(1, 2), out.transpose(1, 2)
+    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the dropout's random state
+    grad_out, out = aligned(grad_out).transpose(1, 2), aligned(saved.out).transpose(1, 2)
     if spec.lengths is not None:
         grad_out, out, lse = grad_out[0], out[0], lse[0]
-    gradients = torch.ops.aten._flash_attention_backward.default(
-        grad_out, q, k, v, out, lse, *_starts(operands, window), 0.0, False, unused, unused,
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        grad_out, q, k, v, out, lse.contiguous(), *_starts(saved.operands, window), 0.0, False, unused, unused,
         scale=spec.scale, window_size_left=window.left, window_size_right=window.right,
     )  # fmt: skip
-    return whole_gradients(gradients, spec)
+    return whole_gradients((dq, dk, dv), spec)
 
 
 def _backward_cpu(saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     spec, lse = saved.spec, saved.lse
     assert lse is not None
     inputs = [_readable(x) for x in (grad_out, *saved.operands.tensors(), saved.out)]
-    causal, masked = _on_cpu(spec)
-    mask = _cpu_mask(spec, inputs[1]) if masked else None
+    causal = _cpu_causal(spec)
     lse = lse.to(torch.float64 if spec.dtype == "fp64" else torch.float32)
     if spec.has_empty_rows:
         lse = lse.masked_fill(lse == -math.inf, 0.0)  # as the operator's forward has it; infinity would become NaN
     with full_fp32(lse) if spec.dtype == "fp32" else _NOTHING:
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
-            *inputs, lse, 0.0, causal, attn_mask=mask, scale=spec.scale
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *inputs, lse, 0.0, causal, attn_mask=None if causal else _cpu_mask(spec, inputs[1]), scale=spec.scale
         )
     return dq, dk, dv
 

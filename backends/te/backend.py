@@ -63,6 +63,8 @@ class TeForward(CudnnForward):
 
     backend = "te"
     left_open = False  # nvte_get_fused_attn_backend for cuDNN 9.7 and newer
+    packs = True
+    widest_packed = 128  # an LSE of wider heads was wrong on an H200
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """Dense (B, S, H, D) tensors; the operands are views of them."""

@@ -51,10 +51,20 @@ class Memory:
 class Piece:
     """A part of a block where a kernel wants a tensor: its tensor is made only where an address does not do."""
 
-    __slots__ = ("_memory", "_part", "dtype", "shape")
+    __slots__ = ("_memory", "_part", "address")
 
     def __init__(self, memory: Memory, part: Part) -> None:
-        self._memory, self._part, self.shape, self.dtype = memory, part, part.shape, part.dtype
+        self._memory, self._part, self.address = memory, part, memory.address + part.begin
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As a tensor's."""
+        return self._part.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As a tensor's."""
+        return self._part.dtype
 
     def stride(self) -> tuple[int, ...]:
         """As a tensor's."""
@@ -62,7 +72,7 @@ class Piece:
 
     def data_ptr(self) -> int:
         """As a tensor's."""
-        return self._memory.address + self._part.begin
+        return self.address
 
     @property
     def device(self) -> torch.device:

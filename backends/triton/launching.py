@@ -76,7 +76,7 @@ class Launch:
         self, device: torch.device, memory: Sequence[Tensor | Piece | None], described: Sequence[Described] = ()
     ) -> None:
         """Start it with these tensors, the first of which are read as ``described``."""
-        places = tuple([None if x is None else x.data_ptr() for x in memory])
+        places = tuple([x.address if type(x) is Piece else None if x is None else x.data_ptr() for x in memory])
         begins = 0
         for place in places:
             begins |= place or 0

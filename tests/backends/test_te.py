@@ -20,7 +20,9 @@ from standins_te import fused_attn_bwd, install_transformer_engine
 from attnbench.backends.te import backend as te
 from attnbench.backends.te import history as te_history
 from attnbench.backends.te import library as te_library
+from attnbench.kernels.capabilities import Device
 from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Saved
+from attnbench.problem.lengths_kind import LengthsKind
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 from examples import examples
@@ -30,6 +32,7 @@ BACKWARDS = {k.name: k for k in te.BACKEND.kernels if isinstance(k, BackwardKern
 FP8, FP8_BACKWARD = FORWARDS["te:fp8"], BACKWARDS["te:fp8"]
 SPEC = AttentionSpec.make(batch=2, heads=4, kv_heads=2, seqlen_q=96, head_dim=64)
 CAUSAL = Mask(right=0)
+H200 = Device("cuda", "NVIDIA H200", (9, 0))
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +53,14 @@ def test_packed_sequences_are_what_they_are_alone(batch: Documents) -> None:
     for found, alone in zip(answers(batch, forward, backward), batch.alone(forward, backward), strict=True):
         for x, y in zip(found, alone, strict=True):
             torch.testing.assert_close(x.float(), y.float(), rtol=1e-2, atol=1e-3)
+
+
+def test_packed_batches_are_served_forward_and_of_narrow_heads() -> None:
+    kind = LengthsKind(batch="packed", square=True, total_q=64, total_kv=64)
+    spec = AttentionSpec.make(batch=2, heads=4, seqlen_q=32, head_dim=128, lengths=kind)
+    assert FORWARDS["te:bf16"].refusals(spec, H200) == []
+    assert "up to 128 only" in FORWARDS["te:bf16"].refusals(spec.replace(head_dim=136), H200)[0]
+    assert "not a packed batch" in BACKWARDS["te:bf16"].refusals(spec.replace(direction="training"), H200)[0]
 
 
 def test_what_came_before_does_not_decide_the_answer() -> None:

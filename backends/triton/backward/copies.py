@@ -10,8 +10,6 @@ interleaved (``hopper.narrow``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
-from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -277,9 +275,13 @@ def lay_out(
         if copies.busy[i]:
             jobs.append((x, data, wide, transposed, zeros[i], tables[i]))
     if copies.launch is not None:
-        addresses = tuple([tuple([None if each is None else each.data_ptr() for each in job]) for job in jobs])
-        begins = reduce(or_, [place or 0 for job in addresses for place in job])
-        if not copies.launch.again(device.index, begins, (addresses,)):
+        addresses, begins = [], 0
+        for job in jobs:
+            found_at = [x.address if type(x) is Piece else None if x is None else x.data_ptr() for x in job]
+            addresses.append(tuple(found_at))
+            for place in found_at:
+                begins |= place or 0
+        if not copies.launch.again(device.index, begins, (tuple(addresses),)):
             copies.launch((tuple(_Copy(*map(tensor_of, job)) for job in jobs),), begins)
     return found
 

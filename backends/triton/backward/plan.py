@@ -17,7 +17,7 @@ from attnbench.problem.fp8 import Quantised, hadamard
 from attnbench.problem.lengths import Lengths
 from attnbench.problem.spec import AttentionSpec, Granularity
 
-from ..blocks import Block, Part, Piece, Wanted
+from ..blocks import Block, Memory, Part, Piece, Wanted
 from ..descales import in_fp32
 from ..forward.hopper import launch as forward_hopper_launch
 from ..launching import KEPT
@@ -76,7 +76,8 @@ def prepared(
     ``fused``: for the fused kernel, if it serves.
     """
     device, sequences = grad_out.device, None
-    operands = tuple([_operand(x, lengths is not None) for x in (q, k, v)])
+    block = Memory(q.block) if type(q) is Stored else None
+    operands = tuple([_operand(x, lengths is not None, block) for x in (q, k, v)])
     of_q, of_k, of_v = operands
     for x in (of_q.data, of_k.data, of_v.data, out, lse):
         if x.device != device:  # an address of another device's memory would be read as one of this
@@ -115,10 +116,10 @@ def prepared(
     return Prepared(layout, laid_q, laid_k, laid_v, gradient, of_k.descale, of_v.descale, turn, sums, lengths)
 
 
-def _operand(x: Quantised, unequal: bool) -> _Operand:
-    """``unequal``: sequences have lengths of their own, and descales each token's place."""
+def _operand(x: Quantised, unequal: bool, block: Memory | None) -> _Operand:
+    """``unequal``: sequences have lengths of their own, and descales each token's place.  ``block``: Q's memory."""
     if type(x) is Stored and (not unequal or x.form.descale.shape[2] == x.form.data.shape[2]):
-        data, scale = x.pieces()
+        data, scale = x.pieces(block)
         return _Operand(data, scale, x.form, aligned(data))
     whole, descale = x.data, in_fp32(x.descale)
     if unequal:

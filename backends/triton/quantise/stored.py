@@ -62,7 +62,8 @@ class Stored(Quantised):
         """Whether it was."""
         return self.form.rotated
 
-    def pieces(self) -> tuple[Piece, Piece]:
-        """Data and descale for a launch."""
-        memory = Memory(self.block)
+    def pieces(self, memory: Memory | None) -> tuple[Piece, Piece]:
+        """Data and descale for a launch; ``memory`` serves if it is that of this block."""
+        if memory is None or memory.block is not self.block:
+            memory = Memory(self.block)
         return Piece(memory, self.form.data), Piece(memory, self.form.descale)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from patience import PATIENCE
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from attnbench import api, attention, explain, use_backend
@@ -137,6 +138,42 @@ def test_forgetting_asks_again(monkeypatch):
     assert len(asked) == 1
 
 
+class Counting(TorchFunctionMode):
+    """Passes calls on, as a program's own mode may."""
+
+    seen = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        type(self).seen += function is attention
+        return function(*args, **(kwargs or {}))
+
+
+def test_what_is_remembered_of_a_call_answers_no_other_state(ran):
+    """The same tensors each time, while what surrounds them changes and changes back."""
+    q, k, v = tensors(dtype=torch.float32)
+    wanted, leaf = attention(q, k, v), q.detach()
+    for turn in (1, 2):
+        ran.clear()
+        assert attention(leaf, k, v).grad_fn is None
+        leaf.requires_grad_()
+        assert attention(leaf, k, v).grad_fn is not None
+        with torch.no_grad():
+            assert attention(leaf, k, v).grad_fn is None
+        with torch.inference_mode():
+            assert attention(leaf, k, v).is_inference()
+        leaf.requires_grad_(False)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert attention(leaf, k, v).dtype == torch.bfloat16
+        with use_backend("emulated:fp8"):
+            assert not torch.equal(attention(leaf, k, v), wanted)
+        with Counting():
+            assert torch.equal(attention(leaf, k, v), wanted)
+        assert Counting.seen == turn
+        lying_otherwise = (x.mT.contiguous().mT for x in (leaf, k, v))
+        assert torch.allclose(attention(*lying_otherwise), wanted, atol=1e-6)
+        assert [spec.training for _, spec in ran] == [False, True] + 6 * [False]
+
+
 def test_a_cache_is_bounded_and_keeps_nothing_of_before_it_was_emptied():
     kept: Cache[int, int] = Cache(size=3, lasting=True)
     for n in range(5):
@@ -222,7 +259,7 @@ def test_a_rule_warns_at_the_first_call_of_a_question_alone(monkeypatch):
     assert warned == [("rule", "cpu")]
 
 
-@pytest.mark.parametrize(("training", "most"), [(False, 25), (True, 39)])
+@pytest.mark.parametrize(("training", "most"), [(False, 21), (True, 33)])
 def test_a_call_that_was_asked_before_runs_little_python(training, most):
     """Of what a call costs over torch's own, most is calls of Python functions."""
     x = tuple(each.requires_grad_(training) for each in tensors())

@@ -119,8 +119,8 @@ def test_damaged_files_are_errors_or_valid_choices(path):
 DAMAGE = {
     "no field": ('"plan": "sdpa-math:bf16", ', "", "plan: Field required"),
     "no plan": ('"sdpa-math:bf16"', '"sdpa-math"', "no kernel name"),
-    "a backward too many": ('"sdpa-math:bf16"', '"sdpa-math:bf16>a:bf16"', "no plan for the direction forward"),
-    "a backward too few": ('"fa3:bf16>fa4:bf16"', '"fa3:bf16"', "no plan for the direction training"),
+    "a backward too many": ('"sdpa-math:bf16"', '"sdpa-math:bf16>a:bf16"', "not a plan for the direction forward"),
+    "a backward too few": ('"fa3:bf16>fa4:bf16"', '"fa3:bf16"', "not a plan for the direction training"),
     "another backend": ('"sdpa-math:bf16"', '"sdpa-flash:bf16"', "not of the backend sdpa-math"),
     "FP8 that nobody opened": ('"sdpa-flash:fp16"', '"fa3:fp8"', "FP8, which the question does not open"),
     "a budget of none": ('"max_error": 0.5', '"max_error": 0', "max_error: .*greater than 0"),

@@ -1,6 +1,8 @@
 """Masks and specs: the arithmetic of who sees whom, against counting by hand."""
 
 import json
+import pickle
+from dataclasses import fields
 
 import pytest
 import torch
@@ -50,6 +52,15 @@ def test_a_spec_survives_json_and_its_name_tells_specs_apart(problem):
     assert AttentionSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
     for change in ({"batch": spec.batch + 1}, {"direction": "forward"}, {"scale": 0.77}, {"seqlen_kv": 71}):
         assert str(spec.replace(**change)) != str(spec)
+
+
+def test_what_is_pickled_of_a_spec_is_its_fields():
+    """Its hash is kept, and strings hash otherwise in another process."""
+    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=8, head_dim=8)
+    assert hash(spec) == hash(spec.replace(batch=1)) != hash(spec.replace(batch=2))
+    again = pickle.loads(pickle.dumps(spec))
+    assert vars(again).keys() == {each.name for each in fields(spec)}
+    assert {again: 1}[spec] == 1
 
 
 def test_flops_count_what_the_mask_leaves():

@@ -71,6 +71,23 @@ def test_sixteen_bits_agree_with_dense_fp64(problem: Problem, foreign: bool, sgl
         assert not sglang or backward.refusals(spec, H200) == ["the build from sglang has no backward"]
 
 
+def test_the_whole_of_a_call_is_that_of_its_two_parts() -> None:
+    """And there is none where tensors are padded or cut, or gradients wanted, or in FP8."""
+    spec = AttentionSpec.make(batch=2, heads=4, kv_heads=2, seqlen_q=33, seqlen_kv=41, head_dim=64)
+    q, k, v, _ = tensors_of(Problem(spec, "bhsd", False, 0))
+    forget()
+    with standins.modules(**official()):
+        kernel = FORWARDS["fa3:bf16"]
+        whole = kernel.whole(spec, "cuda")
+        assert whole is not None
+        parts = kernel.run(kernel.prepare(Inputs(q, k, v), spec))
+        assert all(torch.equal(x, y) for x, y in zip(whole(q, k, v), parts[:2], strict=True))
+        cut: dict[str, object] = {"seqlen_q": 20, "mask": Mask(right=0)}
+        for changes in ({"head_dim": 36, "head_dim_v": 36}, cut, {"direction": "training"}):
+            assert kernel.whole(spec.replace(**changes), "cuda") is None
+        assert FORWARDS["fa3:fp8"].whole(spec, "cuda") is None
+
+
 @given(problems(("bf16", "fp16")))
 @settings(max_examples=examples(20, 200), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_fp8_is_exact_attention_on_what_it_quantised(problem: Problem) -> None:

@@ -43,7 +43,19 @@ def test_it_refuses_or_agrees_with_the_truth_in_both_passes(problem: Problem) ->
     assert both_passes_agree(forward, backward, problem, H200)
 
 
-def test_keys_that_no_query_sees_get_no_gradient() -> None:
+@pytest.mark.parametrize("mask", [Mask(), Mask(right=0, alignment="bottom-right")], ids=str)
+def test_the_whole_of_a_call_is_that_of_its_two_parts(mask: Mask) -> None:
+    """And there is none where tensors are padded or cut, or gradients wanted."""
+    kernel, spec = FORWARDS["fa4:bf16"], SPEC.replace(mask=mask)
+    q, k, v, _ = tensors_of(Problem(spec, "bhsd", False, 0))
+    whole = kernel.whole(spec, "cuda")
+    assert whole is not None
+    parts = kernel.run(kernel.prepare(Inputs(q, k, v), spec))
+    assert all(torch.equal(x, y) for x, y in zip(whole(q, k, v), parts[:2], strict=True))
+    cut: dict[str, object] = {"seqlen_q": 20, "mask": Mask(right=0)}
+    for changes in ({"head_dim": 40, "head_dim_v": 40}, cut, {"direction": "training"}):
+        assert kernel.whole(SPEC.replace(**changes), "cuda") is None
+
     spec = SPEC.replace(mask=Mask(right=0), seqlen_q=20, direction="training")
     q, k, v, grad = tensors_of(Problem(spec, "bhsd", False, 0))
     operands = FORWARDS["fa4:bf16"].prepare(Inputs(q, k, v), spec)

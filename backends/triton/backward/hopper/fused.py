@@ -15,6 +15,8 @@ other, and they may be half a block apart, one with its exponentials and the oth
 
 from __future__ import annotations
 
+from collections import namedtuple
+
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -49,6 +51,16 @@ _NEVER = gl.constexpr(1 << 30)  # behind every query
 _SHARED = gl.constexpr(BLOCK.bit_length() - 1)  # so many bits of a query are its place among those with one factor
 _STAGED = gl.constexpr(2)  # blocks of a warpgroup's dQ in shared memory, a power of two
 
+# What partitions are given: tensors and descriptors, shared memory (a Triton tuple has `values` of its own), barriers,
+# numbers.
+_Given = namedtuple(
+    "_Given",
+    "dq_sums dk_out dv_out row_values factors k_descale q do k v q_wide do_wide rows turn "
+    "keys value_blocks wide_keys queries grads wide_queries wide_grads bases deltas score_grads staged turning "
+    "held narrow wide narrow_free wide_free grads_made grads_free turn_filled "
+    "k_batch k_head kv_heads seqlen_q seqlen_kv padded_q padded_kv plane size size_v exponent before after",
+)
+
 
 @gluon.jit
 def _sequence(tiles, before, after, aligned: gl.constexpr):
@@ -69,53 +81,50 @@ def _sequence(tiles, before, after, aligned: gl.constexpr):
 
 @gluon.jit
 def _load(
-    brought, tiles, group: gl.constexpr, block_m: gl.constexpr, left: gl.constexpr, right: gl.constexpr,
+    given, tiles, group: gl.constexpr, block_m: gl.constexpr, left: gl.constexpr, right: gl.constexpr,
     rotated: gl.constexpr, aligned: gl.constexpr,
 ):  # fmt: skip
     """Brings K and V of the program's keys, then block after block of the queries that see one of them."""
-    (
-        q, do, k, v, q_wide, do_wide, rows, turn,
-        keys, values, queries, grads, wide_queries, wide_grads, bases, deltas, turning,
-        held, narrow, wide, narrow_free, wide_free, turn_filled,
-        seqlen_q, seqlen_kv, padded_q, padded_kv, plane, before, after,
-    ) = brought  # fmt: skip
+    seqlen_q, seqlen_kv, before, after = given.seqlen_q, given.seqlen_kv, given.before, given.after
     block, kv_head = block_and_head()
     first_key = block * (CONSUMERS * ROWS)
-    key_row, q_slot = kv_head * padded_kv, 0
+    key_row, q_slot = kv_head * given.padded_kv, 0
     if tiles is not None:
         _, first_key, _, seqlen_kv, seqlen_q, q_slot, k_slot, before, after = _sequence(tiles, before, after, aligned)
         key_row += k_slot
     key_row += first_key
-    mbarrier.expect(held, CONSUMERS * (k.block_type.nbytes + v.block_type.nbytes))
+    mbarrier.expect(given.held, CONSUMERS * (given.k.block_type.nbytes + given.v.block_type.nbytes))
     for i in gl.static_range(CONSUMERS):
-        tma.async_copy_global_to_shared(k, [key_row + i * ROWS, 0], held, keys.index(i))
-        tma.async_copy_global_to_shared(v, [key_row + i * ROWS, 0], held, values.index(i))
+        tma.async_copy_global_to_shared(given.k, [key_row + i * ROWS, 0], given.held, given.keys.index(i))
+        tma.async_copy_global_to_shared(given.v, [key_row + i * ROWS, 0], given.held, given.value_blocks.index(i))
     span = span_of_queries(first_key, seqlen_q, seqlen_kv, before, after, block_m, left, right)
     first, blocks = span[0], span[3]
     turns = 0
     for member in range(group):
-        row = (kv_head * group + member) * padded_q + q_slot + first
+        row = (kv_head * group + member) * given.padded_q + q_slot + first
         for _step in range(blocks):
             slot, phase = turns & 1, (turns >> 1) & 1 ^ 1
-            mbarrier.wait(narrow_free.index(slot), phase)
-            full = narrow.index(slot)
-            mbarrier.expect(full, q.block_type.nbytes + do.block_type.nbytes + 2 * rows.block_type.nbytes)
-            tma.async_copy_global_to_shared(q, [row, 0], full, queries.index(slot))
-            tma.async_copy_global_to_shared(rows, [row], full, bases.index(slot))
-            tma.async_copy_global_to_shared(do, [row, 0], full, grads.index(slot))
-            tma.async_copy_global_to_shared(rows, [plane + row], full, deltas.index(slot))
-            mbarrier.wait(wide_free.index(slot), phase)
-            full = wide.index(slot)
-            mbarrier.expect(full, q_wide.block_type.nbytes + do_wide.block_type.nbytes)
-            tma.async_copy_global_to_shared(do_wide, [row, 0], full, wide_grads.index(slot))
-            tma.async_copy_global_to_shared(q_wide, [row, 0], full, wide_queries.index(slot))
+            mbarrier.wait(given.narrow_free.index(slot), phase)
+            full = given.narrow.index(slot)
+            mbarrier.expect(
+                full, given.q.block_type.nbytes + given.do.block_type.nbytes + 2 * given.rows.block_type.nbytes
+            )
+            tma.async_copy_global_to_shared(given.q, [row, 0], full, given.queries.index(slot))
+            tma.async_copy_global_to_shared(given.rows, [row], full, given.bases.index(slot))
+            tma.async_copy_global_to_shared(given.do, [row, 0], full, given.grads.index(slot))
+            tma.async_copy_global_to_shared(given.rows, [given.plane + row], full, given.deltas.index(slot))
+            mbarrier.wait(given.wide_free.index(slot), phase)
+            full = given.wide.index(slot)
+            mbarrier.expect(full, given.q_wide.block_type.nbytes + given.do_wide.block_type.nbytes)
+            tma.async_copy_global_to_shared(given.do_wide, [row, 0], full, given.wide_grads.index(slot))
+            tma.async_copy_global_to_shared(given.q_wide, [row, 0], full, given.wide_queries.index(slot))
             row += block_m
             turns += 1
     if rotated:  # over the queries, when nothing reads them any more
         for more in gl.static_range(2):
-            mbarrier.wait(wide_free.index((turns + more) & 1), ((turns + more) >> 1) & 1 ^ 1)
-        mbarrier.expect(turn_filled, turn.block_type.nbytes)
-        tma.async_copy_global_to_shared(turn, [0, 0], turn_filled, turning)
+            mbarrier.wait(given.wide_free.index((turns + more) & 1), ((turns + more) >> 1) & 1 ^ 1)
+        mbarrier.expect(given.turn_filled, given.turn.block_type.nbytes)
+        tma.async_copy_global_to_shared(given.turn, [0, 0], given.turn_filled, given.turning)
 
 
 @gluon.jit
@@ -164,15 +173,10 @@ def _sum_up(
     right: gl.constexpr, ragged: gl.constexpr, rotated: gl.constexpr, aligned: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of 64 keys, and half the columns of what 128 keys add to dQ."""
-    (
-        dq_sums, dk_out, dv_out, rows, factors, k_descale,
-        keys, values, wide_keys, queries, grads, wide_queries, wide_grads, bases, deltas, score_grads, staged, turning,
-        held, narrow, wide, narrow_free, wide_free, grads_made, grads_free, turn_filled,
-        k_batch, k_head, kv_heads, seqlen_q, seqlen_kv, padded_q, plane, size, size_v, exponent, before, after,
-    ) = given  # fmt: skip
-    head_dim: gl.constexpr = keys.shape[2]
-    head_dim_v: gl.constexpr = values.shape[2]
-    part: gl.constexpr = wide_keys.shape[2]
+    seqlen_q, seqlen_kv, before, after = given.seqlen_q, given.seqlen_kv, given.before, given.after
+    head_dim: gl.constexpr = given.keys.shape[2]
+    head_dim_v: gl.constexpr = given.value_blocks.shape[2]
+    part: gl.constexpr = given.wide_keys.shape[2]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_m, 32])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, part, 16])
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, head_dim, 16])
@@ -182,16 +186,21 @@ def _sum_up(
     q_slot = 0
     if tiles is None:
         at = kv_head.to(gl.int64) * seqlen_kv
-        batch, own = (kv_head // kv_heads).to(gl.int64), kv_head % kv_heads
-        k_place = k_descale + batch * k_batch + own * k_head
+        batch, own = (kv_head // given.kv_heads).to(gl.int64), kv_head % given.kv_heads
+        k_place = given.k_descale + batch * given.k_batch + own * given.k_head
     else:
         stored = seqlen_kv
         batch, first_key, k_start, seqlen_kv, seqlen_q, q_slot, _, before, after = _sequence(
             tiles, before, after, aligned
         )
-        at = (batch.to(gl.int64) * kv_heads + kv_head) * stored + k_start
+        at = (batch.to(gl.int64) * given.kv_heads + kv_head) * stored + k_start
         # Descales of a sequence have the places of its tokens, one behind the other; the last may have none.
-        k_place = k_descale + batch.to(gl.int64) * k_batch + kv_head * k_head + gl.minimum(k_start, stored - 1)
+        k_place = (
+            given.k_descale
+            + batch.to(gl.int64) * given.k_batch
+            + kv_head * given.k_head
+            + gl.minimum(k_start, stored - 1)
+        )
     first, whole, parted, blocks = span_of_queries(first_key, seqlen_q, seqlen_kv, before, after, block_m, left, right)
     key = first_key + which * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     since, upto = key - after if right else key * 0, key + before
@@ -199,23 +208,23 @@ def _sum_up(
         since = gl.where(key < seqlen_kv, since, _NEVER)
         whole = gl.where(first_key + CONSUMERS * ROWS > seqlen_kv, _NEVER, whole)
     k_own = gl.load(k_place)
-    factor = exponent * k_own
-    k_tile, v_tile = keys.index(which), values.index(which)
+    factor = given.exponent * k_own
+    k_tile, v_tile = given.keys.index(which), given.value_blocks.index(which)
 
     dk = gl.zeros([ROWS, head_dim], gl.float32, dk_layout)
     dv = gl.zeros([ROWS, head_dim_v], gl.float32, dv_layout)
     turns, last_row = 0, 0
     q_own = 1.0
     # Before the first block there is none whose dS to multiply: zeros, with the queries that are there.
-    score_grads.index(1).slice(which * ROWS, ROWS, 0).store(gl.zeros([ROWS, block_m], gl.bfloat16, s_layout))
-    mbarrier.wait(held, 0)
-    _widen(k_tile, wide_keys, which)  # the other warpgroup's keys are there when its first dS is
+    given.score_grads.index(1).slice(which * ROWS, ROWS, 0).store(gl.zeros([ROWS, block_m], gl.bfloat16, s_layout))
+    mbarrier.wait(given.held, 0)
+    _widen(k_tile, given.wide_keys, which)  # the other warpgroup's keys are there when its first dS is
     fence_async_shared()
-    mbarrier.wait(narrow.index(0), 0)
-    s = warpgroup_mma_wait(0, [transposed_product(k_tile, queries.index(0), block_m, s_layout)])
-    mbarrier.wait(wide.index(0), 0)
+    mbarrier.wait(given.narrow.index(0), 0)
+    s = warpgroup_mma_wait(0, [transposed_product(k_tile, given.queries.index(0), block_m, s_layout)])
+    mbarrier.wait(given.wide.index(0), 0)
     for member in range(group):
-        following = gl.load(rows + 2 * plane + (kv_head * group + member) * padded_q + q_slot)
+        following = gl.load(given.row_values + 2 * given.plane + (kv_head * group + member) * given.padded_q + q_slot)
         change = q_own / following
         q_own = following
         own_factor = factor * q_own
@@ -223,63 +232,63 @@ def _sum_up(
             slot, phase = turns & 1, (turns >> 1) & 1
             other, other_phase = slot ^ 1, ((turns - 1) >> 1) & 1
             start = first + step * block_m
-            row = (kv_head * group + member) * padded_q + q_slot + start
+            row = (kv_head * group + member) * given.padded_q + q_slot + start
             # Early: it comes from memory, though it is the same for the next block or was for the last.
-            grad_factor = gl.load(factors + (row >> _SHARED))
-            dp = transposed_product(v_tile, grads.index(slot), block_m, s_layout)
+            grad_factor = gl.load(given.factors + (row >> _SHARED))
+            dp = transposed_product(v_tile, given.grads.index(slot), block_m, s_layout)
             # dK of the block before: dS out of registers would take twice as many, in halves, from turn to turn.
-            ds = score_grads.index(other).slice(which * ROWS, ROWS, 0)
-            dk = warpgroup_mma(ds, wide_queries.index(gl.where(turns > 0, other, slot)), dk, is_async=True)
-            base = bases.index(slot).load(gl.SliceLayout(0, s_layout))
+            ds = given.score_grads.index(other).slice(which * ROWS, ROWS, 0)
+            dk = warpgroup_mma(ds, given.wide_queries.index(gl.where(turns > 0, other, slot)), dk, is_async=True)
+            base = given.bases.index(slot).load(gl.SliceLayout(0, s_layout))
             p = gl.exp2(s * own_factor - base[None, :])
             if left or right or ragged:  # noqa: SIM102 (where no block has an edge, there is no branch)
                 if (start < whole) | (start >= parted):
                     p = visible_part(p, start, since, upto, right or ragged, left)
-            mbarrier.wait(wide.index(slot), phase)
+            mbarrier.wait(given.wide.index(slot), phase)
             p16 = operand(p, gl.DotOperandLayout(0, dv_layout, 2))
             dp, dk = warpgroup_mma_wait(0, [dp, dk])
-            mbarrier.arrive(wide_free.index(other), count=1, pred=turns > 0)
+            mbarrier.arrive(given.wide_free.index(other), count=1, pred=turns > 0)
             if group > 1:  # noqa: SIM102 (of one head alone there is no branch)
                 if step == 0:  # so far dK is in units of the last head's descale
                     dk = dk * change
-            dv = warpgroup_mma(p16, wide_grads.index(slot), dv, is_async=True)
-            delta = deltas.index(slot).load(gl.SliceLayout(0, s_layout))
+            dv = warpgroup_mma(p16, given.wide_grads.index(slot), dv, is_async=True)
+            delta = given.deltas.index(slot).load(gl.SliceLayout(0, s_layout))
             ds16 = (p * (dp * grad_factor - delta[None, :])).to(gl.bfloat16)
-            mbarrier.wait(grads_free.index(slot), phase ^ 1)
-            score_grads.index(slot).slice(which * ROWS, ROWS, 0).store(ds16)
+            mbarrier.wait(given.grads_free.index(slot), phase ^ 1)
+            given.score_grads.index(slot).slice(which * ROWS, ROWS, 0).store(ds16)
             fence_async_shared()
-            mbarrier.arrive(grads_made.index(slot), count=1)
-            mbarrier.arrive(narrow_free.index(slot), count=1)
+            mbarrier.arrive(given.grads_made.index(slot), count=1)
+            mbarrier.arrive(given.narrow_free.index(slot), count=1)
             dv, p16 = warpgroup_mma_wait(0, [dv, p16])
             # dQ of the block before, which the first turn does not add; any numbers are multiplied then.
-            mbarrier.wait(grads_made.index(other), other_phase)
-            dq = _query_product(score_grads.index(other), wide_keys.index(which), dq_layout)
+            mbarrier.wait(given.grads_made.index(other), other_phase)
+            dq = _query_product(given.score_grads.index(other), given.wide_keys.index(which), dq_layout)
             # After the last block its own scores are computed again, and nothing reads them.
             over = (step == blocks - 1) & (member == group - 1)
             next_turns = gl.where(over, turns, turns + 1)
-            mbarrier.wait(narrow.index(next_turns & 1), (next_turns >> 1) & 1)
-            s = transposed_product(k_tile, queries.index(next_turns & 1), block_m, s_layout)
+            mbarrier.wait(given.narrow.index(next_turns & 1), (next_turns >> 1) & 1)
+            s = transposed_product(k_tile, given.queries.index(next_turns & 1), block_m, s_layout)
             dq = warpgroup_mma_wait(1, [dq])
-            mbarrier.arrive(grads_free.index(other), count=1, pred=turns > 0)
+            mbarrier.arrive(given.grads_free.index(other), count=1, pred=turns > 0)
             if turns > 0:
-                _add_queries(dq_sums, dq, staged, other, last_row, which)
+                _add_queries(given.dq_sums, dq, given.staged, other, last_row, which)
             s = warpgroup_mma_wait(0, [s])
             last_row = row
             turns += 1
     last = (turns - 1) & 1
-    ds = score_grads.index(last).slice(which * ROWS, ROWS, 0)
-    dk = warpgroup_mma_wait(0, [warpgroup_mma(ds, wide_queries.index(last), dk, is_async=True)])
-    mbarrier.arrive(wide_free.index(last), count=1)
-    mbarrier.wait(grads_made.index(last), ((turns - 1) >> 1) & 1)
-    dq = warpgroup_mma_wait(0, [_query_product(score_grads.index(last), wide_keys.index(which), dq_layout)])
-    _add_queries(dq_sums, dq, staged, last, last_row, which)
+    ds = given.score_grads.index(last).slice(which * ROWS, ROWS, 0)
+    dk = warpgroup_mma_wait(0, [warpgroup_mma(ds, given.wide_queries.index(last), dk, is_async=True)])
+    mbarrier.arrive(given.wide_free.index(last), count=1)
+    mbarrier.wait(given.grads_made.index(last), ((turns - 1) >> 1) & 1)
+    dq = warpgroup_mma_wait(0, [_query_product(given.score_grads.index(last), given.wide_keys.index(which), dq_layout)])
+    _add_queries(given.dq_sums, dq, given.staged, last, last_row, which)
 
     if rotated:
-        mbarrier.wait(turn_filled, 0)
-        dk = turned(dk, turning, head_dim, dk_layout)
+        mbarrier.wait(given.turn_filled, 0)
+        dk = turned(dk, given.turning, head_dim, dk_layout)
     top = first_key + which * ROWS
-    store(dk_out, dk * (q_own / k_own), at, top, seqlen_kv, 0, size, dk_layout)
-    store(dv_out, dv, at, top, seqlen_kv, 0, size_v, dv_layout)
+    store(given.dk_out, dk * (q_own / k_own), at, top, seqlen_kv, 0, given.size, dk_layout)
+    store(given.dv_out, dv, at, top, seqlen_kv, 0, given.size_v, dv_layout)
     tma.store_wait(0)  # shared memory is the program's until it ends
 
 
@@ -348,23 +357,19 @@ def all_gradients_hopper(
         mbarrier.init(grads_made.index(i), count=CONSUMERS)
         mbarrier.init(grads_free.index(i), count=CONSUMERS)
 
-    brought = (
-        q, do, k, v, q_wide, do_wide, rows, turn,
-        keys, values, queries, grads, wide_queries, wide_grads, bases, deltas, turning,
-        held, narrow, wide, narrow_free, wide_free, turn_filled,
-        seqlen_q, seqlen_kv, padded_q, padded_kv, plane, before, after,
-    )  # fmt: skip
-    given = (
-        dq_sums, dk_out, dv_out, row_values, factors, k_descale,
-        keys, values, wide_keys, queries, grads, wide_queries, wide_grads, bases, deltas, score_grads, staged, turning,
+    given = _Given(
+        dq_sums, dk_out, dv_out, row_values, factors, k_descale, q, do, k, v, q_wide, do_wide, rows, turn,
+        keys, values, wide_keys, queries, grads, wide_queries, wide_grads, bases, deltas, score_grads, staged,
+        turning,
         held, narrow, wide, narrow_free, wide_free, grads_made, grads_free, turn_filled,
-        k_batch, k_head, kv_heads, seqlen_q, seqlen_kv, padded_q, plane, size, size_v, exponent, before, after,
+        k_batch, k_head, kv_heads, seqlen_q, seqlen_kv, padded_q, padded_kv, plane, size, size_v, exponent,
+        before, after,
     )  # fmt: skip
     gl.warp_specialize(
         [
             (_sum_up, (0, given, tiles, group, block_m, left, right, ragged, rotated, aligned)),
             (_sum_up, (1, given, tiles, group, block_m, left, right, ragged, rotated, aligned)),
-            (_load, (brought, tiles, group, block_m, left, right, rotated, aligned)),
+            (_load, (given, tiles, group, block_m, left, right, rotated, aligned)),
         ],
         [4, 1],
         [registers, 24],

@@ -12,6 +12,8 @@ the sums take 128 of 240, S, dP, P and dS up to 96.
 
 from __future__ import annotations
 
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
@@ -32,51 +34,58 @@ from .shared import (
 
 __all__ = ["key_gradients_hopper"]
 
+# What partitions are given: tensors and descriptors, shared memory (a Triton tuple has `values` of its own), barriers,
+# numbers.
+_Given = namedtuple(
+    "_Given",
+    "dk_out dv_out row_values k_descale v_descale q do k v q_wide do_wide rows turn "
+    "keys value_blocks queries grads wide_queries wide_grads bases deltas turning "
+    "held narrow wide emptied turn_filled "
+    "k_batch k_head v_batch v_head kv_heads seqlen_q seqlen_kv padded_q padded_kv plane size size_v scale "
+    "exponent before after",
+)
+
 
 @gluon.jit
 def _load(
-    brought, group: gl.constexpr, block_m: gl.constexpr, stages: gl.constexpr, left: gl.constexpr, right: gl.constexpr,
+    given, group: gl.constexpr, block_m: gl.constexpr, stages: gl.constexpr, left: gl.constexpr, right: gl.constexpr,
     rotated: gl.constexpr,
 ):  # fmt: skip
     """Brings K and V of the program's keys, then block after block of the queries that see one of them."""
-    (
-        q, do, k, v, q_wide, do_wide, rows, turn,
-        keys, values, queries, grads, wide_queries, wide_grads, bases, deltas, turning,
-        held, narrow, wide, emptied, turn_filled,
-        seqlen_q, seqlen_kv, padded_q, padded_kv, plane, before, after,
-    ) = brought  # fmt: skip
     block, kv_head = block_and_head()
     first_key = block * (CONSUMERS * ROWS)
-    key_row = kv_head * padded_kv + first_key
-    mbarrier.expect(held, CONSUMERS * (k.block_type.nbytes + v.block_type.nbytes))
+    key_row = kv_head * given.padded_kv + first_key
+    mbarrier.expect(given.held, CONSUMERS * (given.k.block_type.nbytes + given.v.block_type.nbytes))
     for i in gl.static_range(CONSUMERS):
-        tma.async_copy_global_to_shared(k, [key_row + i * ROWS, 0], held, keys.index(i))
-        tma.async_copy_global_to_shared(v, [key_row + i * ROWS, 0], held, values.index(i))
-    span = span_of_queries(first_key, seqlen_q, seqlen_kv, before, after, block_m, left, right)
+        tma.async_copy_global_to_shared(given.k, [key_row + i * ROWS, 0], given.held, given.keys.index(i))
+        tma.async_copy_global_to_shared(given.v, [key_row + i * ROWS, 0], given.held, given.value_blocks.index(i))
+    span = span_of_queries(first_key, given.seqlen_q, given.seqlen_kv, given.before, given.after, block_m, left, right)
     first, blocks = span[0], span[3]
     slot, phase = 0, 1
     for member in range(group):
-        row = (kv_head * group + member) * padded_q + first
+        row = (kv_head * group + member) * given.padded_q + first
         for _step in range(blocks):
-            mbarrier.wait(emptied.index(slot), phase)
-            full = narrow.index(slot)
-            mbarrier.expect(full, q.block_type.nbytes + do.block_type.nbytes + 2 * rows.block_type.nbytes)
-            tma.async_copy_global_to_shared(q, [row, 0], full, queries.index(slot))
-            tma.async_copy_global_to_shared(rows, [row], full, bases.index(slot))
-            tma.async_copy_global_to_shared(do, [row, 0], full, grads.index(slot))
-            tma.async_copy_global_to_shared(rows, [plane + row], full, deltas.index(slot))
-            full = wide.index(slot)
-            mbarrier.expect(full, q_wide.block_type.nbytes + do_wide.block_type.nbytes)
-            tma.async_copy_global_to_shared(do_wide, [row, 0], full, wide_grads.index(slot))
-            tma.async_copy_global_to_shared(q_wide, [row, 0], full, wide_queries.index(slot))
+            mbarrier.wait(given.emptied.index(slot), phase)
+            full = given.narrow.index(slot)
+            mbarrier.expect(
+                full, given.q.block_type.nbytes + given.do.block_type.nbytes + 2 * given.rows.block_type.nbytes
+            )
+            tma.async_copy_global_to_shared(given.q, [row, 0], full, given.queries.index(slot))
+            tma.async_copy_global_to_shared(given.rows, [row], full, given.bases.index(slot))
+            tma.async_copy_global_to_shared(given.do, [row, 0], full, given.grads.index(slot))
+            tma.async_copy_global_to_shared(given.rows, [given.plane + row], full, given.deltas.index(slot))
+            full = given.wide.index(slot)
+            mbarrier.expect(full, given.q_wide.block_type.nbytes + given.do_wide.block_type.nbytes)
+            tma.async_copy_global_to_shared(given.do_wide, [row, 0], full, given.wide_grads.index(slot))
+            tma.async_copy_global_to_shared(given.q_wide, [row, 0], full, given.wide_queries.index(slot))
             row += block_m
             slot, phase = advanced(slot, phase, stages)
     if rotated:  # over the queries, when nothing reads them any more
         for _stage in gl.static_range(stages):
-            mbarrier.wait(emptied.index(slot), phase)
+            mbarrier.wait(given.emptied.index(slot), phase)
             slot, phase = advanced(slot, phase, stages)
-        mbarrier.expect(turn_filled, turn.block_type.nbytes)
-        tma.async_copy_global_to_shared(turn, [0, 0], turn_filled, turning)
+        mbarrier.expect(given.turn_filled, given.turn.block_type.nbytes)
+        tma.async_copy_global_to_shared(given.turn, [0, 0], given.turn_filled, given.turning)
 
 
 @gluon.jit
@@ -85,37 +94,32 @@ def _sum_up(
     right: gl.constexpr, rotated: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of 64 keys."""
-    (
-        dk_out, dv_out, rows, k_descale, v_descale,
-        keys, values, queries, grads, wide_queries, wide_grads, bases, deltas, turning,
-        held, narrow, wide, emptied, turn_filled,
-        k_batch, k_head, v_batch, v_head, kv_heads, seqlen_q, seqlen_kv, padded_q, plane, size, size_v,
-        scale, exponent, before, after,
-    ) = given  # fmt: skip
-    head_dim: gl.constexpr = keys.shape[2]
-    head_dim_v: gl.constexpr = values.shape[2]
+    head_dim: gl.constexpr = given.keys.shape[2]
+    head_dim_v: gl.constexpr = given.value_blocks.shape[2]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_m, 32])
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, head_dim, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, head_dim_v, 16])
     block, kv_head = block_and_head()
     first_key = block * (CONSUMERS * ROWS)
-    first, whole, parted, blocks = span_of_queries(first_key, seqlen_q, seqlen_kv, before, after, block_m, left, right)
-    batch, own = (kv_head // kv_heads).to(gl.int64), kv_head % kv_heads
+    first, whole, parted, blocks = span_of_queries(
+        first_key, given.seqlen_q, given.seqlen_kv, given.before, given.after, block_m, left, right
+    )
+    batch, own = (kv_head // given.kv_heads).to(gl.int64), kv_head % given.kv_heads
     key = first_key + which * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-    since, upto = key - after, key + before
-    factor = exponent * gl.load(k_descale + batch * k_batch + own * k_head)
-    k_tile, v_tile = keys.index(which), values.index(which)
+    since, upto = key - given.after, key + given.before
+    factor = given.exponent * gl.load(given.k_descale + batch * given.k_batch + own * given.k_head)
+    k_tile, v_tile = given.keys.index(which), given.value_blocks.index(which)
 
     dk = gl.zeros([ROWS, head_dim], gl.float32, dk_layout)
     dv = gl.zeros([ROWS, head_dim_v], gl.float32, dv_layout)
     slot, phase = 0, 0
     q_own = 1.0
-    mbarrier.wait(held, 0)
-    mbarrier.wait(narrow.index(0), 0)
-    s = warpgroup_mma_wait(0, [transposed_product(k_tile, queries.index(0), block_m, s_layout)])
+    mbarrier.wait(given.held, 0)
+    mbarrier.wait(given.narrow.index(0), 0)
+    s = warpgroup_mma_wait(0, [transposed_product(k_tile, given.queries.index(0), block_m, s_layout)])
     for member in range(group):
         # dK so far is in units of the last head's descale.
-        following = gl.load(rows + 2 * plane + (kv_head * group + member) * padded_q)
+        following = gl.load(given.row_values + 2 * given.plane + (kv_head * group + member) * given.padded_q)
         dk = dk * (q_own / following)
         q_own = following
         own_factor = factor * q_own
@@ -123,43 +127,43 @@ def _sum_up(
         ds16 = operand(gl.zeros([ROWS, block_m], gl.float32, s_layout), gl.DotOperandLayout(0, dk_layout, 2))
         # A value of its own: Triton takes a name for unchanged by a loop whose body assigns what it came in with.
         previous = slot + 0
-        mbarrier.wait(wide.index(slot), phase)
+        mbarrier.wait(given.wide.index(slot), phase)
         for step in range(blocks):
             start = first + step * block_m
-            dp = transposed_product(v_tile, grads.index(slot), block_m, s_layout)
-            dk = warpgroup_mma(ds16, wide_queries.index(previous), dk, is_async=True)
-            base = bases.index(slot).load(gl.SliceLayout(0, s_layout))
+            dp = transposed_product(v_tile, given.grads.index(slot), block_m, s_layout)
+            dk = warpgroup_mma(ds16, given.wide_queries.index(previous), dk, is_async=True)
+            base = given.bases.index(slot).load(gl.SliceLayout(0, s_layout))
             p = gl.exp2(s * own_factor - base[None, :])
             if left or right:  # noqa: SIM102 (where no block has an edge, there is no branch)
                 if (start < whole) | (start >= parted):
                     p = visible_part(p, start, since, upto, right, left)
-            mbarrier.wait(wide.index(slot), phase)
+            mbarrier.wait(given.wide.index(slot), phase)
             p16 = operand(p, gl.DotOperandLayout(0, dv_layout, 2))
             dp, dk, ds16 = warpgroup_mma_wait(0, [dp, dk, ds16])
-            mbarrier.arrive(emptied.index(previous), count=1, pred=step > 0)
-            dv = warpgroup_mma(p16, wide_grads.index(slot), dv, is_async=True)
-            delta = deltas.index(slot).load(gl.SliceLayout(0, s_layout))
+            mbarrier.arrive(given.emptied.index(previous), count=1, pred=step > 0)
+            dv = warpgroup_mma(p16, given.wide_grads.index(slot), dv, is_async=True)
+            delta = given.deltas.index(slot).load(gl.SliceLayout(0, s_layout))
             ds16 = operand(p * (dp - delta[None, :]), gl.DotOperandLayout(0, dk_layout, 2))
             # After the last block its own scores are computed again, and nothing reads them.
             over = (step == blocks - 1) & (member == group - 1)
             next_slot, next_phase = advanced(slot, phase, stages)
             next_slot, next_phase = gl.where(over, slot, next_slot), gl.where(over, phase, next_phase)
-            mbarrier.wait(narrow.index(next_slot), next_phase)
-            s = transposed_product(k_tile, queries.index(next_slot), block_m, s_layout)
+            mbarrier.wait(given.narrow.index(next_slot), next_phase)
+            s = transposed_product(k_tile, given.queries.index(next_slot), block_m, s_layout)
             s, dv = warpgroup_mma_wait(0, [s, dv])
             previous, slot, phase = slot, next_slot, next_phase
-        dk = warpgroup_mma(ds16, wide_queries.index(previous), dk, is_async=True)
+        dk = warpgroup_mma(ds16, given.wide_queries.index(previous), dk, is_async=True)
         dk = warpgroup_mma_wait(0, [dk])
-        mbarrier.arrive(emptied.index(previous), count=1)
+        mbarrier.arrive(given.emptied.index(previous), count=1)
 
     if rotated:
-        mbarrier.wait(turn_filled, 0)
-        dk = turned(dk, turning, head_dim, dk_layout)
-    unscaled = scale * q_own * gl.load(v_descale + batch * v_batch + own * v_head)
-    at = kv_head.to(gl.int64) * seqlen_kv
+        mbarrier.wait(given.turn_filled, 0)
+        dk = turned(dk, given.turning, head_dim, dk_layout)
+    unscaled = given.scale * q_own * gl.load(given.v_descale + batch * given.v_batch + own * given.v_head)
+    at = kv_head.to(gl.int64) * given.seqlen_kv
     top = first_key + which * ROWS
-    store(dk_out, dk * unscaled, at, top, seqlen_kv, 0, size, dk_layout)
-    store(dv_out, dv, at, top, seqlen_kv, 0, size_v, dv_layout)
+    store(given.dk_out, dk * unscaled, at, top, given.seqlen_kv, 0, given.size, dk_layout)
+    store(given.dv_out, dv, at, top, given.seqlen_kv, 0, given.size_v, dv_layout)
 
 
 @gluon.jit(
@@ -201,24 +205,18 @@ def key_gradients_hopper(
         mbarrier.init(wide.index(i), count=1)
         mbarrier.init(emptied.index(i), count=CONSUMERS)
 
-    brought = (
-        q, do, k, v, q_wide, do_wide, rows, turn,
+    given = _Given(
+        dk_out, dv_out, row_values, k_descale, v_descale, q, do, k, v, q_wide, do_wide, rows, turn,
         keys, values, queries, grads, wide_queries, wide_grads, bases, deltas, turning,
         held, narrow, wide, emptied, turn_filled,
-        seqlen_q, seqlen_kv, padded_q, padded_kv, plane, before, after,
-    )  # fmt: skip
-    given = (
-        dk_out, dv_out, row_values, k_descale, v_descale,
-        keys, values, queries, grads, wide_queries, wide_grads, bases, deltas, turning,
-        held, narrow, wide, emptied, turn_filled,
-        k_batch, k_head, v_batch, v_head, kv_heads, seqlen_q, seqlen_kv, padded_q, plane, size, size_v,
+        k_batch, k_head, v_batch, v_head, kv_heads, seqlen_q, seqlen_kv, padded_q, padded_kv, plane, size, size_v,
         scale, exponent, before, after,
     )  # fmt: skip
     gl.warp_specialize(
         [
             (_sum_up, (0, given, group, block_m, stages, left, right, rotated)),
             (_sum_up, (1, given, group, block_m, stages, left, right, rotated)),
-            (_load, (brought, group, block_m, stages, left, right, rotated)),
+            (_load, (given, group, block_m, stages, left, right, rotated)),
         ],
         [4, 1],
         [registers, 24],

@@ -10,6 +10,8 @@ next block beneath the last.  Nothing but S goes from block to block.
 
 from __future__ import annotations
 
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
@@ -28,57 +30,66 @@ from .shared import (
 
 __all__ = ["narrow_key_gradients_hopper"]
 
+# What partitions are given: tensors and descriptors, shared memory (a Triton tuple has `values` of its own), barriers,
+# numbers.
+_Given = namedtuple(
+    "_Given",
+    "dk_out dv_out row_values descales k_descale v_descale q do k v q_across do_across rows turn "
+    "keys value_blocks queries grads across_queries across_grads bases deltas turning "
+    "held upright across emptied turn_filled "
+    "k_batch k_head v_batch v_head kv_heads seqlen_q seqlen_kv padded_q padded_kv plane size size_v scale "
+    "exponent before after",
+)
+
 
 @gluon.jit
 def _load(
-    brought, group: gl.constexpr, block_m: gl.constexpr, stages: gl.constexpr, left: gl.constexpr, right: gl.constexpr,
+    given, group: gl.constexpr, block_m: gl.constexpr, stages: gl.constexpr, left: gl.constexpr, right: gl.constexpr,
     rotated: gl.constexpr,
 ):  # fmt: skip
     """Brings K and V of the program's keys, then block after block of the queries that see one of them."""
-    (
-        q, do, k, v, q_across, do_across, rows, turn,
-        keys, values, queries, grads, across_queries, across_grads, bases, deltas, turning,
-        held, upright, across, emptied, turn_filled,
-        seqlen_q, seqlen_kv, padded_q, padded_kv, plane, before, after,
-    ) = brought  # fmt: skip
     block, kv_head = block_and_head()
     first_key = block * (CONSUMERS * ROWS)
-    key_row = kv_head * padded_kv + first_key
-    mbarrier.expect(held, CONSUMERS * (k.block_type.nbytes + v.block_type.nbytes))
+    key_row = kv_head * given.padded_kv + first_key
+    mbarrier.expect(given.held, CONSUMERS * (given.k.block_type.nbytes + given.v.block_type.nbytes))
     for i in gl.static_range(CONSUMERS):
-        tma.async_copy_global_to_shared(k, [key_row + i * ROWS, 0], held, keys.index(i))
-        tma.async_copy_global_to_shared(v, [key_row + i * ROWS, 0], held, values.index(i))
-    span = span_of_queries(first_key, seqlen_q, seqlen_kv, before, after, block_m, left, right)
+        tma.async_copy_global_to_shared(given.k, [key_row + i * ROWS, 0], given.held, given.keys.index(i))
+        tma.async_copy_global_to_shared(given.v, [key_row + i * ROWS, 0], given.held, given.value_blocks.index(i))
+    span = span_of_queries(first_key, given.seqlen_q, given.seqlen_kv, given.before, given.after, block_m, left, right)
     blocks = span[3]
     slot, phase = 0, 1
     for member in range(group):
         head = kv_head * group + member
         query = span[0]
         for _step in range(blocks):
-            row = head * padded_q + query
-            mbarrier.wait(emptied.index(slot), phase)
-            full = upright.index(slot)
-            mbarrier.expect(full, q.block_type.nbytes + do.block_type.nbytes + 2 * rows.block_type.nbytes)
-            tma.async_copy_global_to_shared(q, [row, 0], full, queries.index(slot))
-            tma.async_copy_global_to_shared(rows, [row], full, bases.index(slot))
-            tma.async_copy_global_to_shared(do, [row, 0], full, grads.index(slot))
-            tma.async_copy_global_to_shared(rows, [plane + row], full, deltas.index(slot))
-            full = across.index(slot)
-            mbarrier.expect(full, q_across.block_type.nbytes + do_across.block_type.nbytes)
-            top = head * do_across.block_type.shape[0]
-            tma.async_copy_global_to_shared(do_across, [top, query], full, across_grads.index(slot))
-            top = head * q_across.block_type.shape[0]
-            tma.async_copy_global_to_shared(q_across, [top, query], full, across_queries.index(slot))
+            row = head * given.padded_q + query
+            mbarrier.wait(given.emptied.index(slot), phase)
+            full = given.upright.index(slot)
+            mbarrier.expect(
+                full, given.q.block_type.nbytes + given.do.block_type.nbytes + 2 * given.rows.block_type.nbytes
+            )
+            tma.async_copy_global_to_shared(given.q, [row, 0], full, given.queries.index(slot))
+            tma.async_copy_global_to_shared(given.rows, [row], full, given.bases.index(slot))
+            tma.async_copy_global_to_shared(given.do, [row, 0], full, given.grads.index(slot))
+            tma.async_copy_global_to_shared(given.rows, [given.plane + row], full, given.deltas.index(slot))
+            full = given.across.index(slot)
+            mbarrier.expect(full, given.q_across.block_type.nbytes + given.do_across.block_type.nbytes)
+            top = head * given.do_across.block_type.shape[0]
+            tma.async_copy_global_to_shared(given.do_across, [top, query], full, given.across_grads.index(slot))
+            top = head * given.q_across.block_type.shape[0]
+            tma.async_copy_global_to_shared(given.q_across, [top, query], full, given.across_queries.index(slot))
             query += block_m
             slot, phase = advanced(slot, phase, stages)
     if rotated:  # over the queries, when nothing reads them any more
         for _stage in gl.static_range(stages):
-            mbarrier.wait(emptied.index(slot), phase)
+            mbarrier.wait(given.emptied.index(slot), phase)
             slot, phase = advanced(slot, phase, stages)
-        parts: gl.constexpr = turning.shape[0]
-        mbarrier.expect(turn_filled, parts * turn.block_type.nbytes)
+        parts: gl.constexpr = given.turning.shape[0]
+        mbarrier.expect(given.turn_filled, parts * given.turn.block_type.nbytes)
         for i in gl.static_range(parts):
-            tma.async_copy_global_to_shared(turn, [i * turn.block_type.shape[0], 0], turn_filled, turning.index(i))
+            tma.async_copy_global_to_shared(
+                given.turn, [i * given.turn.block_type.shape[0], 0], given.turn_filled, given.turning.index(i)
+            )
 
 
 @gluon.jit
@@ -109,38 +120,33 @@ def _sum_up(
     right: gl.constexpr, rotated: gl.constexpr, shared: gl.constexpr, peak: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of 64 keys."""
-    (
-        dk_out, dv_out, rows, descales, k_descale, v_descale,
-        keys, values, queries, grads, across_queries, across_grads, bases, deltas, turning,
-        held, upright, across, emptied, turn_filled,
-        k_batch, k_head, v_batch, v_head, kv_heads, seqlen_q, seqlen_kv, padded_q, plane, size, size_v,
-        scale, exponent, before, after,
-    ) = given  # fmt: skip
-    head_dim: gl.constexpr = keys.shape[2]
+    head_dim: gl.constexpr = given.keys.shape[2]
     parts: gl.constexpr = head_dim // PART
-    parts_v: gl.constexpr = values.shape[2] // PART
+    parts_v: gl.constexpr = given.value_blocks.shape[2] // PART
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_m, 32])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 32])
     left_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
     block, kv_head = block_and_head()
     first_key = block * (CONSUMERS * ROWS)
-    first, whole, parted, blocks = span_of_queries(first_key, seqlen_q, seqlen_kv, before, after, block_m, left, right)
-    batch, own = (kv_head // kv_heads).to(gl.int64), kv_head % kv_heads
+    first, whole, parted, blocks = span_of_queries(
+        first_key, given.seqlen_q, given.seqlen_kv, given.before, given.after, block_m, left, right
+    )
+    batch, own = (kv_head // given.kv_heads).to(gl.int64), kv_head % given.kv_heads
     key = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-    factor = exponent * gl.load(k_descale + batch * k_batch + own * k_head)
-    k_tile, v_tile = keys.index(which), values.index(which)
+    factor = given.exponent * gl.load(given.k_descale + batch * given.k_batch + own * given.k_head)
+    k_tile, v_tile = given.keys.index(which), given.value_blocks.index(which)
 
     dk = zero_parts(parts, layout)
     dv = zero_parts(parts_v, layout)
     slot, phase = 0, 0
     q_own = 1.0
-    mbarrier.wait(held, 0)
-    mbarrier.wait(upright.index(0), 0)
-    s = warpgroup_mma_wait(0, [transposed_product(k_tile, queries.index(0), block_m, s_layout)])
+    mbarrier.wait(given.held, 0)
+    mbarrier.wait(given.upright.index(0), 0)
+    s = warpgroup_mma_wait(0, [transposed_product(k_tile, given.queries.index(0), block_m, s_layout)])
     for member in range(group):
         head = kv_head * group + member
         # dK so far is in units of the last head's descale.
-        following = gl.load(rows + 2 * plane + head * padded_q)
+        following = gl.load(given.row_values + 2 * given.plane + head * given.padded_q)
         more = ()
         for i in gl.static_range(parts):
             more = more + (dk[i] * (q_own / following),)  # noqa: RUF005
@@ -149,46 +155,46 @@ def _sum_up(
         own_factor = factor * q_own
         for step in range(blocks):
             start = first + step * block_m
-            dp = transposed_product(v_tile, grads.index(slot), block_m, s_layout)
-            share = gl.load(descales + (head * padded_q + start) // shared) * (1.0 / peak)
-            base = bases.index(slot).load(gl.SliceLayout(0, s_layout))
+            dp = transposed_product(v_tile, given.grads.index(slot), block_m, s_layout)
+            share = gl.load(given.descales + (head * given.padded_q + start) // shared) * (1.0 / peak)
+            base = given.bases.index(slot).load(gl.SliceLayout(0, s_layout))
             p = gl.exp2(s * own_factor - base[None, :])
             if left or right:  # noqa: SIM102 (where no block has an edge, there is no branch)
                 if (start < whole) | (start >= parted):
                     here = first_key + which * ROWS - start
-                    p = visible_part(p, 0, key + (here - after), key + (here + before), right, left)
+                    p = visible_part(p, 0, key + (here - given.after), key + (here + given.before), right, left)
             p8 = narrow_operand(p, left_layout)
             dp = warpgroup_mma_wait(0, [dp])
-            delta = deltas.index(slot).load(gl.SliceLayout(0, s_layout))
+            delta = given.deltas.index(slot).load(gl.SliceLayout(0, s_layout))
             ds = p * (dp - delta[None, :])
             own_step = steps(ds)
             ds8 = narrow_operand(scaled(ds, own_step), left_layout)
             # Not before: ptxas would start products for which there are no registers yet.
-            mbarrier.wait(across.index(slot), phase)
+            mbarrier.wait(given.across.index(slot), phase)
             unit = own_step * share
-            q_tile, do_tile = across_queries.index(slot), across_grads.index(slot)
+            q_tile, do_tile = given.across_queries.index(slot), given.across_grads.index(slot)
             made, dk, dv = _summed(dk, dv, p8, ds8, do_tile, q_tile, share, unit, parts, parts_v, layout)
             # After the last block its own scores are computed again, and nothing reads them.
             over = (step == blocks - 1) & (member == group - 1)
             next_slot, next_phase = advanced(slot, phase, stages)
             next_slot, next_phase = gl.where(over, slot, next_slot), gl.where(over, phase, next_phase)
-            mbarrier.wait(upright.index(next_slot), next_phase)
-            s = transposed_product(k_tile, queries.index(next_slot), block_m, s_layout)
+            mbarrier.wait(given.upright.index(next_slot), next_phase)
+            s = transposed_product(k_tile, given.queries.index(next_slot), block_m, s_layout)
             dk = dk[1:] + (added(dk[0], made, unit),)  # noqa: RUF005
-            mbarrier.arrive(emptied.index(slot), count=1)
+            mbarrier.arrive(given.emptied.index(slot), count=1)
             s = warpgroup_mma_wait(0, [s])
             slot, phase = next_slot, next_phase
 
     width: gl.constexpr = head_dim if rotated else PART
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16 if rotated else 32])
     if rotated:
-        mbarrier.wait(turn_filled, 0)
-        dk = turned_parts(dk, turning, parts, dk_layout)
-    unscaled = scale * q_own * gl.load(v_descale + batch * v_batch + own * v_head)
-    at = kv_head.to(gl.int64) * seqlen_kv
+        mbarrier.wait(given.turn_filled, 0)
+        dk = turned_parts(dk, given.turning, parts, dk_layout)
+    unscaled = given.scale * q_own * gl.load(given.v_descale + batch * given.v_batch + own * given.v_head)
+    at = kv_head.to(gl.int64) * given.seqlen_kv
     top = first_key + which * ROWS
-    store_parts(dk_out, dk, unscaled, at, top, seqlen_kv, size, head_dim, dk_layout)
-    store_parts(dv_out, dv, 1.0, at, top, seqlen_kv, size_v, PART * parts_v, layout)
+    store_parts(given.dk_out, dk, unscaled, at, top, given.seqlen_kv, given.size, head_dim, dk_layout)
+    store_parts(given.dv_out, dv, 1.0, at, top, given.seqlen_kv, given.size_v, PART * parts_v, layout)
 
 
 @gluon.jit(
@@ -233,24 +239,18 @@ def narrow_key_gradients_hopper(
         mbarrier.init(across.index(i), count=1)
         mbarrier.init(emptied.index(i), count=CONSUMERS)
 
-    brought = (
-        q, do, k, v, q_across, do_across, rows, turn,
+    given = _Given(
+        dk_out, dv_out, row_values, descales, k_descale, v_descale, q, do, k, v, q_across, do_across, rows, turn,
         keys, values, queries, grads, across_queries, across_grads, bases, deltas, turning,
         held, upright, across, emptied, turn_filled,
-        seqlen_q, seqlen_kv, padded_q, padded_kv, plane, before, after,
-    )  # fmt: skip
-    given = (
-        dk_out, dv_out, row_values, descales, k_descale, v_descale,
-        keys, values, queries, grads, across_queries, across_grads, bases, deltas, turning,
-        held, upright, across, emptied, turn_filled,
-        k_batch, k_head, v_batch, v_head, kv_heads, seqlen_q, seqlen_kv, padded_q, plane, size, size_v,
+        k_batch, k_head, v_batch, v_head, kv_heads, seqlen_q, seqlen_kv, padded_q, padded_kv, plane, size, size_v,
         scale, exponent, before, after,
     )  # fmt: skip
     gl.warp_specialize(
         [
             (_sum_up, (0, given, group, block_m, stages, left, right, rotated, shared, peak)),
             (_sum_up, (1, given, group, block_m, stages, left, right, rotated, shared, peak)),
-            (_load, (brought, group, block_m, stages, left, right, rotated)),
+            (_load, (given, group, block_m, stages, left, right, rotated)),
         ],
         [4, 1],
         [registers, 24],

@@ -7,6 +7,8 @@ the block after that beneath the next dS.  Three blocks are in use at that time:
 
 from __future__ import annotations
 
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
@@ -25,48 +27,56 @@ from .shared import (
 
 __all__ = ["narrow_query_gradients_hopper"]
 
+# What partitions are given: tensors and descriptors, shared memory (a Triton tuple has `values` of its own), barriers,
+# numbers.
+_Given = namedtuple(
+    "_Given",
+    "dq_out row_values descales k_descale v_descale q do k v k_across turn "
+    "queries grads keys value_blocks across_keys turning "
+    "held upright across emptied turn_filled "
+    "k_batch k_head v_batch v_head heads group seqlen_q seqlen_kv padded_q padded_kv plane size scale exponent "
+    "before after",
+)
+
 
 @gluon.jit
 def _load(
-    brought, block_n: gl.constexpr, stages: gl.constexpr, left: gl.constexpr, right: gl.constexpr,
+    given, block_n: gl.constexpr, stages: gl.constexpr, left: gl.constexpr, right: gl.constexpr,
     rotated: gl.constexpr,
 ):  # fmt: skip
     """Brings Q and dO of the program's queries, then block after block of the keys that one of them sees."""
-    (
-        q, do, k, v, k_across, turn, queries, grads, keys, values, across_keys, turning,
-        held, upright, across, emptied, turn_filled,
-        group, seqlen_q, seqlen_kv, padded_q, padded_kv, before, after,
-    ) = brought  # fmt: skip
     top, head = top_query_and_head()
-    row = head * padded_q + top
-    mbarrier.expect(held, CONSUMERS * (q.block_type.nbytes + do.block_type.nbytes))
+    row = head * given.padded_q + top
+    mbarrier.expect(given.held, CONSUMERS * (given.q.block_type.nbytes + given.do.block_type.nbytes))
     for i in gl.static_range(CONSUMERS):
-        tma.async_copy_global_to_shared(q, [row + i * ROWS, 0], held, queries.index(i))
-        tma.async_copy_global_to_shared(do, [row + i * ROWS, 0], held, grads.index(i))
-    span = span_of_keys(top, seqlen_q, seqlen_kv, before, after, block_n, left, right)
-    kv_head, key = head // group, span[0]
+        tma.async_copy_global_to_shared(given.q, [row + i * ROWS, 0], given.held, given.queries.index(i))
+        tma.async_copy_global_to_shared(given.do, [row + i * ROWS, 0], given.held, given.grads.index(i))
+    span = span_of_keys(top, given.seqlen_q, given.seqlen_kv, given.before, given.after, block_n, left, right)
+    kv_head, key = head // given.group, span[0]
     slot, phase = 0, 1
     for _step in range(span[3]):
-        row = kv_head * padded_kv + key
-        mbarrier.wait(emptied.index(slot), phase)
-        full = upright.index(slot)
-        mbarrier.expect(full, k.block_type.nbytes + v.block_type.nbytes)
-        tma.async_copy_global_to_shared(k, [row, 0], full, keys.index(slot))
-        tma.async_copy_global_to_shared(v, [row, 0], full, values.index(slot))
-        full = across.index(slot)
-        mbarrier.expect(full, k_across.block_type.nbytes)
-        place = kv_head * k_across.block_type.shape[0]
-        tma.async_copy_global_to_shared(k_across, [place, key], full, across_keys.index(slot))
+        row = kv_head * given.padded_kv + key
+        mbarrier.wait(given.emptied.index(slot), phase)
+        full = given.upright.index(slot)
+        mbarrier.expect(full, given.k.block_type.nbytes + given.v.block_type.nbytes)
+        tma.async_copy_global_to_shared(given.k, [row, 0], full, given.keys.index(slot))
+        tma.async_copy_global_to_shared(given.v, [row, 0], full, given.value_blocks.index(slot))
+        full = given.across.index(slot)
+        mbarrier.expect(full, given.k_across.block_type.nbytes)
+        place = kv_head * given.k_across.block_type.shape[0]
+        tma.async_copy_global_to_shared(given.k_across, [place, key], full, given.across_keys.index(slot))
         key += block_n
         slot, phase = advanced(slot, phase, stages)
     if rotated:  # over the keys, when nothing reads them any more
         for _stage in gl.static_range(stages):
-            mbarrier.wait(emptied.index(slot), phase)
+            mbarrier.wait(given.emptied.index(slot), phase)
             slot, phase = advanced(slot, phase, stages)
-        parts: gl.constexpr = turning.shape[0]
-        mbarrier.expect(turn_filled, parts * turn.block_type.nbytes)
+        parts: gl.constexpr = given.turning.shape[0]
+        mbarrier.expect(given.turn_filled, parts * given.turn.block_type.nbytes)
         for i in gl.static_range(parts):
-            tma.async_copy_global_to_shared(turn, [i * turn.block_type.shape[0], 0], turn_filled, turning.index(i))
+            tma.async_copy_global_to_shared(
+                given.turn, [i * given.turn.block_type.shape[0], 0], given.turn_filled, given.turning.index(i)
+            )
 
 
 @gluon.jit
@@ -75,47 +85,43 @@ def _sum_up(
     ragged: gl.constexpr, rotated: gl.constexpr, shared: gl.constexpr, peak: gl.constexpr,
 ):  # fmt: skip
     """dQ of 64 queries."""
-    (
-        dq_out, rows, descales, k_descale, v_descale, queries, grads, keys, values, across_keys, turning,
-        held, upright, across, emptied, turn_filled,
-        k_batch, k_head, v_batch, v_head, heads, group, seqlen_q, seqlen_kv, padded_q, plane, size,
-        scale, exponent, before, after,
-    ) = given  # fmt: skip
-    head_dim: gl.constexpr = queries.shape[2]
+    head_dim: gl.constexpr = given.queries.shape[2]
     parts: gl.constexpr = head_dim // PART
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_n, 32])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 32])
     left_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
     top, head = top_query_and_head()
-    first, whole, parted, blocks = span_of_keys(top, seqlen_q, seqlen_kv, before, after, block_n, left, right)
-    batch, own = (head // heads).to(gl.int64), head % heads // group
+    first, whole, parted, blocks = span_of_keys(
+        top, given.seqlen_q, given.seqlen_kv, given.before, given.after, block_n, left, right
+    )
+    batch, own = (head // given.heads).to(gl.int64), head % given.heads // given.group
     query = top + which * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-    since = query - before
-    upto = gl.minimum(query + after if right else query + seqlen_kv, seqlen_kv - 1)
-    rows += head.to(gl.int64) * padded_q
-    base, delta = gl.load(rows + query), gl.load(rows + plane + query)
-    k_own = gl.load(k_descale + batch * k_batch + own * k_head)
-    factor = exponent * k_own * gl.load(rows + 2 * plane)
-    share = gl.load(descales + (head * padded_q + top) // shared) * (1.0 / peak)
-    q_tile, do_tile = queries.index(which), grads.index(which)
+    since = query - given.before
+    upto = gl.minimum(query + given.after if right else query + given.seqlen_kv, given.seqlen_kv - 1)
+    rows = given.row_values + head.to(gl.int64) * given.padded_q
+    base, delta = gl.load(rows + query), gl.load(rows + given.plane + query)
+    k_own = gl.load(given.k_descale + batch * given.k_batch + own * given.k_head)
+    factor = given.exponent * k_own * gl.load(rows + 2 * given.plane)
+    share = gl.load(given.descales + (head * given.padded_q + top) // shared) * (1.0 / peak)
+    q_tile, do_tile = given.queries.index(which), given.grads.index(which)
 
     dq = zero_parts(parts, layout)
     slot, phase = 0, 0
-    mbarrier.wait(held, 0)
-    mbarrier.wait(upright.index(0), 0)
-    s = warpgroup_mma_wait(0, [transposed_product(q_tile, keys.index(0), block_n, s_layout)])
+    mbarrier.wait(given.held, 0)
+    mbarrier.wait(given.upright.index(0), 0)
+    s = warpgroup_mma_wait(0, [transposed_product(q_tile, given.keys.index(0), block_n, s_layout)])
     # Before the first block there is none whose dS to multiply: zeros, with any keys that are there.
     # It is in fp32 as long as no product takes it: Triton carries single bytes from block to block one by one.
     ds = gl.zeros([ROWS, block_n], gl.float32, s_layout)
     unit = steps(ds)
     previous = 0
-    mbarrier.wait(across.index(0), 0)
+    mbarrier.wait(given.across.index(0), 0)
     for step in range(blocks):
         start = first + step * block_n
         # dP comes between the parts of dQ: it is wanted before the last of them.
-        ds8, tile = narrow_operand(ds, left_layout), across_keys.index(previous)
+        ds8, tile = narrow_operand(ds, left_layout), given.across_keys.index(previous)
         made = (part_product(ds8, tile, 0, layout),)
-        dp = transposed_product(do_tile, values.index(slot), block_n, s_layout)
+        dp = transposed_product(do_tile, given.value_blocks.index(slot), block_n, s_layout)
         for i in gl.static_range(1, parts):
             made = made + (part_product(ds8, tile, i, layout),)  # noqa: RUF005
         p = gl.exp2(s * factor - base[:, None])
@@ -128,34 +134,34 @@ def _sum_up(
         next_slot, next_phase = advanced(slot, phase, stages)
         next_slot, next_phase = gl.where(over, slot, next_slot), gl.where(over, phase, next_phase)
         dp = warpgroup_mma_wait(parts - 1, [dp])
-        mbarrier.wait(upright.index(next_slot), next_phase)
-        s = transposed_product(q_tile, keys.index(next_slot), block_n, s_layout)
+        mbarrier.wait(given.upright.index(next_slot), next_phase)
+        s = transposed_product(q_tile, given.keys.index(next_slot), block_n, s_layout)
         ds = p * (dp - delta[:, None])
         for i in gl.static_range(1, parts):
             sums = sums + (added(dq[i], warpgroup_mma_wait(parts - i, [made[i]]), unit),)  # noqa: RUF005
         dq = sums
-        mbarrier.arrive(emptied.index(previous), count=1, pred=step > 0)
+        mbarrier.arrive(given.emptied.index(previous), count=1, pred=step > 0)
         unit = steps(ds)
         ds = scaled(ds, unit)
-        mbarrier.wait(across.index(slot), phase)
+        mbarrier.wait(given.across.index(slot), phase)
         s = warpgroup_mma_wait(0, [s])
         previous, slot, phase = slot, next_slot, next_phase
     sums = ()
     ds8 = narrow_operand(ds, left_layout)
     for i in gl.static_range(parts):
-        made = warpgroup_mma_wait(0, [part_product(ds8, across_keys.index(previous), i, layout)])
+        made = warpgroup_mma_wait(0, [part_product(ds8, given.across_keys.index(previous), i, layout)])
         sums = sums + (added(dq[i], made, unit),)  # noqa: RUF005
     dq = sums
-    mbarrier.arrive(emptied.index(previous), count=1)
+    mbarrier.arrive(given.emptied.index(previous), count=1)
 
     width: gl.constexpr = head_dim if rotated else PART
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16 if rotated else 32])
     if rotated:
-        mbarrier.wait(turn_filled, 0)
-        dq = turned_parts(dq, turning, parts, dq_layout)
-    unscaled = scale * share * k_own * gl.load(v_descale + batch * v_batch + own * v_head)
-    at = head.to(gl.int64) * seqlen_q
-    store_parts(dq_out, dq, unscaled, at, top + which * ROWS, seqlen_q, size, head_dim, dq_layout)
+        mbarrier.wait(given.turn_filled, 0)
+        dq = turned_parts(dq, given.turning, parts, dq_layout)
+    unscaled = given.scale * share * k_own * gl.load(given.v_descale + batch * given.v_batch + own * given.v_head)
+    at = head.to(gl.int64) * given.seqlen_q
+    store_parts(given.dq_out, dq, unscaled, at, top + which * ROWS, given.seqlen_q, given.size, head_dim, dq_layout)
 
 
 @gluon.jit(
@@ -197,22 +203,18 @@ def narrow_query_gradients_hopper(
         mbarrier.init(across.index(i), count=1)
         mbarrier.init(emptied.index(i), count=CONSUMERS)
 
-    brought = (
-        q, do, k, v, k_across, turn, queries, grads, keys, values, across_keys, turning,
+    given = _Given(
+        dq_out, row_values, descales, k_descale, v_descale, q, do, k, v, k_across, turn,
+        queries, grads, keys, values, across_keys, turning,
         held, upright, across, emptied, turn_filled,
-        group, seqlen_q, seqlen_kv, padded_q, padded_kv, before, after,
-    )  # fmt: skip
-    given = (
-        dq_out, row_values, descales, k_descale, v_descale, queries, grads, keys, values, across_keys, turning,
-        held, upright, across, emptied, turn_filled,
-        k_batch, k_head, v_batch, v_head, heads, group, seqlen_q, seqlen_kv, padded_q, plane, size,
+        k_batch, k_head, v_batch, v_head, heads, group, seqlen_q, seqlen_kv, padded_q, padded_kv, plane, size,
         scale, exponent, before, after,
     )  # fmt: skip
     gl.warp_specialize(
         [
             (_sum_up, (0, given, block_n, stages, left, right, ragged, rotated, shared, peak)),
             (_sum_up, (1, given, block_n, stages, left, right, ragged, rotated, shared, peak)),
-            (_load, (brought, block_n, stages, left, right, rotated)),
+            (_load, (given, block_n, stages, left, right, rotated)),
         ],
         [4, 1],
         [registers, 24],

@@ -7,6 +7,8 @@ time: the ring needs three stages at least.
 
 from __future__ import annotations
 
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
@@ -27,44 +29,50 @@ from .shared import (
 
 __all__ = ["query_gradients_hopper"]
 
+# What partitions are given: tensors and descriptors, shared memory (a Triton tuple has `values` of its own), barriers,
+# numbers.
+_Given = namedtuple(
+    "_Given",
+    "dq_out row_values k_descale v_descale q do k v k_wide turn "
+    "queries grads keys value_blocks wide_keys turning "
+    "held narrow wide emptied turn_filled "
+    "k_batch k_head v_batch v_head heads group seqlen_q seqlen_kv padded_q padded_kv plane size scale exponent "
+    "before after",
+)
+
 
 @gluon.jit
 def _load(
-    brought, block_n: gl.constexpr, stages: gl.constexpr, left: gl.constexpr, right: gl.constexpr,
+    given, block_n: gl.constexpr, stages: gl.constexpr, left: gl.constexpr, right: gl.constexpr,
     rotated: gl.constexpr,
 ):  # fmt: skip
     """Brings Q and dO of the program's queries, then block after block of the keys that one of them sees."""
-    (
-        q, do, k, v, k_wide, turn, queries, grads, keys, values, wide_keys, turning,
-        held, narrow, wide, emptied, turn_filled,
-        group, seqlen_q, seqlen_kv, padded_q, padded_kv, before, after,
-    ) = brought  # fmt: skip
     top, head = top_query_and_head()
-    row = head * padded_q + top
-    mbarrier.expect(held, CONSUMERS * (q.block_type.nbytes + do.block_type.nbytes))
+    row = head * given.padded_q + top
+    mbarrier.expect(given.held, CONSUMERS * (given.q.block_type.nbytes + given.do.block_type.nbytes))
     for i in gl.static_range(CONSUMERS):
-        tma.async_copy_global_to_shared(q, [row + i * ROWS, 0], held, queries.index(i))
-        tma.async_copy_global_to_shared(do, [row + i * ROWS, 0], held, grads.index(i))
-    span = span_of_keys(top, seqlen_q, seqlen_kv, before, after, block_n, left, right)
-    row = head // group * padded_kv + span[0]
+        tma.async_copy_global_to_shared(given.q, [row + i * ROWS, 0], given.held, given.queries.index(i))
+        tma.async_copy_global_to_shared(given.do, [row + i * ROWS, 0], given.held, given.grads.index(i))
+    span = span_of_keys(top, given.seqlen_q, given.seqlen_kv, given.before, given.after, block_n, left, right)
+    row = head // given.group * given.padded_kv + span[0]
     slot, phase = 0, 1
     for _step in range(span[3]):
-        mbarrier.wait(emptied.index(slot), phase)
-        full = narrow.index(slot)
-        mbarrier.expect(full, k.block_type.nbytes + v.block_type.nbytes)
-        tma.async_copy_global_to_shared(k, [row, 0], full, keys.index(slot))
-        tma.async_copy_global_to_shared(v, [row, 0], full, values.index(slot))
-        full = wide.index(slot)
-        mbarrier.expect(full, k_wide.block_type.nbytes)
-        tma.async_copy_global_to_shared(k_wide, [row, 0], full, wide_keys.index(slot))
+        mbarrier.wait(given.emptied.index(slot), phase)
+        full = given.narrow.index(slot)
+        mbarrier.expect(full, given.k.block_type.nbytes + given.v.block_type.nbytes)
+        tma.async_copy_global_to_shared(given.k, [row, 0], full, given.keys.index(slot))
+        tma.async_copy_global_to_shared(given.v, [row, 0], full, given.value_blocks.index(slot))
+        full = given.wide.index(slot)
+        mbarrier.expect(full, given.k_wide.block_type.nbytes)
+        tma.async_copy_global_to_shared(given.k_wide, [row, 0], full, given.wide_keys.index(slot))
         row += block_n
         slot, phase = advanced(slot, phase, stages)
     if rotated:  # over the keys, when nothing reads them any more
         for _stage in gl.static_range(stages):
-            mbarrier.wait(emptied.index(slot), phase)
+            mbarrier.wait(given.emptied.index(slot), phase)
             slot, phase = advanced(slot, phase, stages)
-        mbarrier.expect(turn_filled, turn.block_type.nbytes)
-        tma.async_copy_global_to_shared(turn, [0, 0], turn_filled, turning)
+        mbarrier.expect(given.turn_filled, given.turn.block_type.nbytes)
+        tma.async_copy_global_to_shared(given.turn, [0, 0], given.turn_filled, given.turning)
 
 
 @gluon.jit
@@ -73,40 +81,36 @@ def _sum_up(
     ragged: gl.constexpr, rotated: gl.constexpr,
 ):  # fmt: skip
     """dQ of 64 queries."""
-    (
-        dq_out, rows, k_descale, v_descale, queries, grads, keys, values, wide_keys, turning,
-        held, narrow, wide, emptied, turn_filled,
-        k_batch, k_head, v_batch, v_head, heads, group, seqlen_q, seqlen_kv, padded_q, plane, size,
-        scale, exponent, before, after,
-    ) = given  # fmt: skip
-    head_dim: gl.constexpr = queries.shape[2]
+    head_dim: gl.constexpr = given.queries.shape[2]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_n, 32])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, head_dim, 16])
     top, head = top_query_and_head()
-    first, whole, parted, blocks = span_of_keys(top, seqlen_q, seqlen_kv, before, after, block_n, left, right)
-    batch, own = (head // heads).to(gl.int64), head % heads // group
+    first, whole, parted, blocks = span_of_keys(
+        top, given.seqlen_q, given.seqlen_kv, given.before, given.after, block_n, left, right
+    )
+    batch, own = (head // given.heads).to(gl.int64), head % given.heads // given.group
     query = top + which * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-    since = query - before
-    upto = gl.minimum(query + after if right else query + seqlen_kv, seqlen_kv - 1)
-    rows += head.to(gl.int64) * padded_q
-    base, delta = gl.load(rows + query), gl.load(rows + plane + query)
-    k_own = gl.load(k_descale + batch * k_batch + own * k_head)
-    factor = exponent * k_own * gl.load(rows + 2 * plane)
-    q_tile, do_tile = queries.index(which), grads.index(which)
+    since = query - given.before
+    upto = gl.minimum(query + given.after if right else query + given.seqlen_kv, given.seqlen_kv - 1)
+    rows = given.row_values + head.to(gl.int64) * given.padded_q
+    base, delta = gl.load(rows + query), gl.load(rows + given.plane + query)
+    k_own = gl.load(given.k_descale + batch * given.k_batch + own * given.k_head)
+    factor = given.exponent * k_own * gl.load(rows + 2 * given.plane)
+    q_tile, do_tile = given.queries.index(which), given.grads.index(which)
 
     dq = gl.zeros([ROWS, head_dim], gl.float32, dq_layout)
     slot, phase = 0, 0
-    mbarrier.wait(held, 0)
-    mbarrier.wait(narrow.index(0), 0)
-    s = warpgroup_mma_wait(0, [transposed_product(q_tile, keys.index(0), block_n, s_layout)])
+    mbarrier.wait(given.held, 0)
+    mbarrier.wait(given.narrow.index(0), 0)
+    s = warpgroup_mma_wait(0, [transposed_product(q_tile, given.keys.index(0), block_n, s_layout)])
     # Before the first block there is none whose dS to multiply: zeros, with any keys that are there.
     ds16 = operand(gl.zeros([ROWS, block_n], gl.float32, s_layout), gl.DotOperandLayout(0, dq_layout, 2))
     previous = 0
-    mbarrier.wait(wide.index(0), 0)
+    mbarrier.wait(given.wide.index(0), 0)
     for step in range(blocks):
         start = first + step * block_n
-        dp = transposed_product(do_tile, values.index(slot), block_n, s_layout)
-        dq = warpgroup_mma(ds16, wide_keys.index(previous), dq, is_async=True)
+        dp = transposed_product(do_tile, given.value_blocks.index(slot), block_n, s_layout)
+        dq = warpgroup_mma(ds16, given.wide_keys.index(previous), dq, is_async=True)
         p = gl.exp2(s * factor - base[:, None])
         if left or right or ragged:  # noqa: SIM102 (where no block has an edge, there is no branch)
             if (start < whole) | (start >= parted):
@@ -115,23 +119,24 @@ def _sum_up(
         over = step == blocks - 1
         next_slot, next_phase = advanced(slot, phase, stages)
         next_slot, next_phase = gl.where(over, slot, next_slot), gl.where(over, phase, next_phase)
-        mbarrier.wait(narrow.index(next_slot), next_phase)
-        s = transposed_product(q_tile, keys.index(next_slot), block_n, s_layout)
+        mbarrier.wait(given.narrow.index(next_slot), next_phase)
+        s = transposed_product(q_tile, given.keys.index(next_slot), block_n, s_layout)
         dp, dq = warpgroup_mma_wait(1, [dp, dq])
-        mbarrier.arrive(emptied.index(previous), count=1, pred=step > 0)
+        mbarrier.arrive(given.emptied.index(previous), count=1, pred=step > 0)
         ds16 = operand(p * (dp - delta[:, None]), gl.DotOperandLayout(0, dq_layout, 2))
-        mbarrier.wait(wide.index(slot), phase)
+        mbarrier.wait(given.wide.index(slot), phase)
         s = warpgroup_mma_wait(0, [s])
         previous, slot, phase = slot, next_slot, next_phase
-    dq = warpgroup_mma(ds16, wide_keys.index(previous), dq, is_async=True)
+    dq = warpgroup_mma(ds16, given.wide_keys.index(previous), dq, is_async=True)
     dq = warpgroup_mma_wait(0, [dq])
-    mbarrier.arrive(emptied.index(previous), count=1)
+    mbarrier.arrive(given.emptied.index(previous), count=1)
 
     if rotated:
-        mbarrier.wait(turn_filled, 0)
-        dq = turned(dq, turning, head_dim, dq_layout)
-    dq = dq * (scale * k_own * gl.load(v_descale + batch * v_batch + own * v_head))
-    store(dq_out, dq, head.to(gl.int64) * seqlen_q, top + which * ROWS, seqlen_q, 0, size, dq_layout)
+        mbarrier.wait(given.turn_filled, 0)
+        dq = turned(dq, given.turning, head_dim, dq_layout)
+    dq = dq * (given.scale * k_own * gl.load(given.v_descale + batch * given.v_batch + own * given.v_head))
+    at = head.to(gl.int64) * given.seqlen_q
+    store(given.dq_out, dq, at, top + which * ROWS, given.seqlen_q, 0, given.size, dq_layout)
 
 
 @gluon.jit(
@@ -170,22 +175,18 @@ def query_gradients_hopper(
         mbarrier.init(wide.index(i), count=1)
         mbarrier.init(emptied.index(i), count=CONSUMERS)
 
-    brought = (
-        q, do, k, v, k_wide, turn, queries, grads, keys, values, wide_keys, turning,
+    given = _Given(
+        dq_out, row_values, k_descale, v_descale, q, do, k, v, k_wide, turn,
+        queries, grads, keys, values, wide_keys, turning,
         held, narrow, wide, emptied, turn_filled,
-        group, seqlen_q, seqlen_kv, padded_q, padded_kv, before, after,
-    )  # fmt: skip
-    given = (
-        dq_out, row_values, k_descale, v_descale, queries, grads, keys, values, wide_keys, turning,
-        held, narrow, wide, emptied, turn_filled,
-        k_batch, k_head, v_batch, v_head, heads, group, seqlen_q, seqlen_kv, padded_q, plane, size,
+        k_batch, k_head, v_batch, v_head, heads, group, seqlen_q, seqlen_kv, padded_q, padded_kv, plane, size,
         scale, exponent, before, after,
     )  # fmt: skip
     gl.warp_specialize(
         [
             (_sum_up, (0, given, block_n, stages, left, right, ragged, rotated)),
             (_sum_up, (1, given, block_n, stages, left, right, ragged, rotated)),
-            (_load, (brought, block_n, stages, left, right, rotated)),
+            (_load, (given, block_n, stages, left, right, rotated)),
         ],
         [4, 1],
         [registers, 24],

@@ -14,12 +14,16 @@ here on an H200: 128 keys are all that registers hold twice, and 256 at once nee
 
 from __future__ import annotations
 
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
 from .order import (
     TILES_AHEAD,
+    Order,
+    Tile,
     after,
     blocks_of,
     board_for,
@@ -45,90 +49,96 @@ _OUTSIDE = gl.constexpr(1 << 30)  # behind every key
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _LN_2 = gl.constexpr(0.6931471805599453)
 
+# What partitions are given: tensors and descriptors, shared memory (a Triton tuple has `values` of its own), barriers,
+# numbers.  Of a block of keys: K's descale, the unit of the sums, and what makes those before it sums in that unit.
+_Given = namedtuple(
+    "_Given",
+    "q k v out lse q_factors k_factors v_factors scale "
+    "queries narrow keys value_blocks of_keys units changes board "
+    "q_filled k_filled v_filled q_emptied k_emptied v_emptied turn "
+    "q_by_batch q_by_head q_aside k_by_batch k_by_head k_aside "
+    "q_batch q_head k_batch k_head v_batch v_head "
+    "seqlen_q seqlen_kv programs section low high heads group head_dim_v",
+)
+
 
 @gluon.jit
 def _load(
-    brought, tiles, block_n: gl.constexpr, stages: gl.constexpr, left: gl.constexpr, right: gl.constexpr,
+    given, tiles, block_n: gl.constexpr, stages: gl.constexpr, left: gl.constexpr, right: gl.constexpr,
     chunks: gl.constexpr, chunks_v: gl.constexpr, casting: gl.constexpr, aligned: gl.constexpr,
 ):  # fmt: skip
     """Brings the operands of every tile of this program."""
-    (
-        q, k, v, k_factors, v_factors, queries, keys, values, numbers, filled, emptied, board, steps, factor_steps,
-        seqlen_q, seqlen_kv, programs, section, low, high, heads, group, head_dim_v,
-    ) = brought  # fmt: skip
-    q_by_batch, q_by_head, q_aside, k_by_batch, k_by_head, k_aside = steps
-    _, _, k_batch, k_head, v_batch, v_head = factor_steps
-    q_filled, k_filled, v_filled = filled
-    q_emptied, k_emptied, v_emptied = emptied
     block_m: gl.constexpr = CONSUMERS * ROWS
-    width: gl.constexpr = k.block_type.shape[1]
-    height: gl.constexpr = v.block_type.shape[0]
+    width: gl.constexpr = given.k.block_type.shape[1]
+    height: gl.constexpr = given.v.block_type.shape[0]
     slot, phase, q_copy, q_phase = 0, 1, 0, 1
-    q_copies: gl.constexpr = queries.shape[0] // (CONSUMERS * chunks)
+    q_copies: gl.constexpr = given.queries.shape[0] // (CONSUMERS * chunks)
     told_slot, told_phase = 0, 1
-    blocks_of_head = blocks_of(seqlen_q, tiles, block_m)
-    total = programs * blocks_of_head
-    order = tiles, blocks_of_head, programs, section, seqlen_q, seqlen_kv, heads
+    blocks_of_head = blocks_of(given.seqlen_q, tiles, block_m)
+    total = given.programs * blocks_of_head
+    order = Order(tiles, blocks_of_head, given.programs, given.section, given.seqlen_q, given.seqlen_kv, given.heads)
     place = gl.program_id(0)
     while place < total:
         tile = tile_at(place, order, block_m, right)
-        tell(board, told_slot, told_phase, 1, tile)
+        tell(given.board, told_slot, told_phase, 1, tile)
         told_slot, told_phase = after(told_slot, told_phase, TILES_AHEAD)
-        batch, head, top, q_start, queries_here, k_start, keys_here, v_start = tile
-        lowest, highest = bounds(low, high, queries_here, keys_here, aligned)
-        span = span_of_keys(top, queries_here, keys_here, lowest, highest, block_m, block_n, left, right)
-        first, blocks = span[0], span[3]
-        kv_head = head // group
-        q_row = batch * q_by_batch + head * q_by_head + q_start + top
+        lowest, highest = bounds(given.low, given.high, tile.queries, tile.keys, aligned)
+        span = span_of_keys(tile.top, tile.queries, tile.keys, lowest, highest, block_m, block_n, left, right)
+        kv_head = tile.head // given.group
+        q_row = tile.batch * given.q_by_batch + tile.head * given.q_by_head + tile.q_start + tile.top
         for i in gl.static_range(CONSUMERS):
             own = q_copy * CONSUMERS + i
-            mbarrier.wait(q_emptied.index(own), q_phase)
-            mbarrier.expect(q_filled.index(own), chunks * q.block_type.nbytes)
+            mbarrier.wait(given.q_emptied.index(own), q_phase)
+            full = given.q_filled.index(own)
+            mbarrier.expect(full, chunks * given.q.block_type.nbytes)
             for chunk in gl.static_range(chunks):
-                at = [q_row + i * ROWS, head * q_aside + chunk * width]
-                tma.async_copy_global_to_shared(q, at, q_filled.index(own), queries.index(own * chunks + chunk))
+                at = [q_row + i * ROWS, tile.head * given.q_aside + chunk * width]
+                tma.async_copy_global_to_shared(given.q, at, full, given.queries.index(own * chunks + chunk))
         q_copy, q_phase = after(q_copy, q_phase, q_copies)
-        k_row, k_column = batch * k_by_batch + kv_head * k_by_head + k_start + first, kv_head * k_aside
-        v_row = kv_head * head_dim_v
+        k_row = tile.batch * given.k_by_batch + kv_head * given.k_by_head + tile.k_start + span.first
+        k_column = kv_head * given.k_aside
+        v_row = kv_head * given.head_dim_v
         if tiles is None:
-            v_row += batch * (heads // group) * head_dim_v
-        v_column = v_start + first
+            v_row += tile.batch * (given.heads // given.group) * given.head_dim_v
+        v_column = tile.v_start + span.first
         if tiles is not None:  # without keys a block of zeros, as TMA has it outside of a tensor, whatever memory holds
-            v_column = gl.where(keys_here > 0, v_column, _OUTSIDE)
+            v_column = gl.where(tile.keys > 0, v_column, _OUTSIDE)
         if casting:
-            some = keys_here > 0
-            begin, apart = gl.minimum(first, keys_here - 1), block_n
+            some = tile.keys > 0
+            begin, apart = gl.minimum(span.first, tile.keys - 1), block_n
             if tiles is None:  # blocks of all heads that have none behind them end here
                 begin, apart = begin // block_n, 1
             else:  # each token's place has its block's
-                begin += k_start
-            k_factor = k_factors + batch.to(gl.int64) * k_batch + kv_head * k_head + begin
-            v_factor = v_factors + batch.to(gl.int64) * v_batch + kv_head * v_head + begin
+                begin += tile.k_start
+            k_factor = given.k_factors + tile.batch.to(gl.int64) * given.k_batch + kv_head * given.k_head + begin
+            v_factor = given.v_factors + tile.batch.to(gl.int64) * given.v_batch + kv_head * given.v_head + begin
             unit = gl.load(v_factor, mask=some, other=1.0)
             # Of a name that starts as another's value the frontend carries the other through the loop.
             most = unit * 1.0
-        for step in range(blocks):
+        for step in range(span.blocks):
             if casting:  # asked for before the wait
                 of_keys = gl.load(k_factor + step * apart, mask=some, other=1.0)
                 next_unit, most = unit_of(most, gl.load(v_factor + step * apart, mask=some, other=1.0))
-            mbarrier.wait(k_emptied.index(slot), phase)
+            mbarrier.wait(given.k_emptied.index(slot), phase)
             if casting:
-                set_number(numbers[0].index(slot), of_keys)
-                set_number(numbers[1].index(slot), next_unit)
-                set_number(numbers[2].index(slot), unit / next_unit)
+                set_number(given.of_keys.index(slot), of_keys)
+                set_number(given.units.index(slot), next_unit)
+                set_number(given.changes.index(slot), unit / next_unit)
                 unit = next_unit
-            mbarrier.expect(k_filled.index(slot), chunks * k.block_type.nbytes)
+            full = given.k_filled.index(slot)
+            mbarrier.expect(full, chunks * given.k.block_type.nbytes)
             for chunk in gl.static_range(chunks):
                 at = [k_row + step * block_n, k_column + chunk * width]
-                tma.async_copy_global_to_shared(k, at, k_filled.index(slot), keys.index(slot * chunks + chunk))
-            mbarrier.wait(v_emptied.index(slot), phase)
-            mbarrier.expect(v_filled.index(slot), chunks_v * v.block_type.nbytes)
+                tma.async_copy_global_to_shared(given.k, at, full, given.keys.index(slot * chunks + chunk))
+            mbarrier.wait(given.v_emptied.index(slot), phase)
+            full = given.v_filled.index(slot)
+            mbarrier.expect(full, chunks_v * given.v.block_type.nbytes)
             for chunk in gl.static_range(chunks_v):
                 at = [v_row + chunk * height, v_column + step * block_n]
-                tma.async_copy_global_to_shared(v, at, v_filled.index(slot), values.index(slot * chunks_v + chunk))
+                tma.async_copy_global_to_shared(given.v, at, full, given.value_blocks.index(slot * chunks_v + chunk))
             slot, phase = after(slot, phase, stages)
         place = following(place, tiles)
-    tell(board, told_slot, told_phase, 0, (0, 0, 0, 0, 0, 0, 0))
+    tell(given.board, told_slot, told_phase, 0, Tile(0, 0, 0, 0, 0, 0, 0, 0))
     end(tiles)
 
 
@@ -139,56 +149,48 @@ def _attend(
     chunks: gl.constexpr, chunks_v: gl.constexpr, casting: gl.constexpr, aligned: gl.constexpr,
 ):  # fmt: skip
     """64 queries of every tile of this program."""
-    (
-        out, lse, q_factors, k_factors, v_factors, scale,
-        queries, narrow, keys, values, numbers, filled, emptied, board, turn, factor_steps,
-        seqlen_q, low, high, heads, group, head_dim_v,
-    ) = given  # fmt: skip
-    q_batch, q_head, k_batch, k_head, v_batch, v_head = factor_steps
-    q_filled, k_filled, v_filled = filled
-    q_emptied, k_emptied, v_emptied = emptied
     block_m: gl.constexpr = CONSUMERS * ROWS
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_n, 32])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, part, 32])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 4)
     row = which * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-    apart: gl.constexpr = casting and chunks * queries.shape[2] <= _APART
-    copies: gl.constexpr = queries.shape[0] // (CONSUMERS * chunks)
+    apart: gl.constexpr = casting and chunks * given.queries.shape[2] <= _APART
+    copies: gl.constexpr = given.queries.shape[0] // (CONSUMERS * chunks)
     ahead: gl.constexpr = copies > 1
     slot, phase, turn_phase = 0, 0, 1 if which == 0 else 0
     copy, copy_phase = 0, 0
     told_slot, told_phase = 0, 0
-    more = is_told(board, told_slot, told_phase)
+    more = is_told(given.board, told_slot, told_phase)
     if ahead:
         scores = gl.zeros([ROWS, block_n], gl.float32, s_layout)
         if more:
-            mbarrier.wait(q_filled.index(which), 0)
-            turn_phase = _await_turn(turn, turn_phase, which, turns)
-            tile = _rows_at(queries, which, chunks)
-            coming = start_scores(tile, keys, k_filled, 0, 0, block_n, chunks, s_layout)
-            _pass_turn(turn, which, turns)
+            mbarrier.wait(given.q_filled.index(which), 0)
+            turn_phase = _await_turn(given.turn, turn_phase, which, turns)
+            tile = _rows_at(given.queries, which, chunks)
+            coming = start_scores(tile, given.keys, given.k_filled, 0, 0, block_n, chunks, s_layout)
+            _pass_turn(given.turn, which, turns)
             scores = warpgroup_mma_wait(0, [coming])
     while more:
-        batch, head, top, q_start, queries_here, k_start, keys_here = told(board, told_slot)
-        batch = batch.to(gl.int64)
-        lowest, highest = bounds(low, high, queries_here, keys_here, aligned)
+        here = told(given.board, told_slot)
+        batch = here.batch.to(gl.int64)
+        lowest, highest = bounds(given.low, given.high, here.queries, here.keys, aligned)
         first, whole, parted, blocks = span_of_keys(
-            top, queries_here, keys_here, lowest, highest, block_m, block_n, left, right
+            here.top, here.queries, here.keys, lowest, highest, block_m, block_n, left, right
         )
-        kv_head = head // group
+        kv_head = here.head // given.group
         if not casting:
-            q_factor = q_factors + batch * q_batch + head * q_head
-            k_factor = k_factors + batch * k_batch + kv_head * k_head
-            v_factor = v_factors + batch * v_batch + kv_head * v_head
+            q_factor = given.q_factors + batch * given.q_batch + here.head * given.q_head
+            k_factor = given.k_factors + batch * given.k_batch + kv_head * given.k_head
+            v_factor = given.v_factors + batch * given.v_batch + kv_head * given.v_head
             if tiles is not None:  # which have each token's place, one behind the other; a sequence may have no keys
-                q_factor, k_factor, v_factor = q_factor + q_start, k_factor + k_start, v_factor + k_start
-            some = tiles is None or keys_here > 0
-            factor = gl.load(q_factor, mask=some, other=1.0) * (scale * _LOG2_E)
+                q_factor, k_factor, v_factor = q_factor + here.q_start, k_factor + here.k_start, v_factor + here.k_start
+            some = tiles is None or here.keys > 0
+            factor = gl.load(q_factor, mask=some, other=1.0) * (given.scale * _LOG2_E)
             factor = at_least(factor * gl.load(k_factor, mask=some, other=1.0))
             unit = gl.load(v_factor, mask=some, other=1.0)
-        query = top + row
+        query = here.top + row
         since = query + lowest
-        upto = gl.minimum(query + highest if right else query + keys_here, keys_here - 1)
+        upto = gl.minimum(query + highest if right else query + here.keys, here.keys - 1)
 
         sums = ()
         for _part in gl.static_range(parts):
@@ -197,30 +199,32 @@ def _attend(
         peak = gl.full([ROWS], MINUS_INFINITY, gl.float32, gl.SliceLayout(1, s_layout))
 
         own_copy = copy * CONSUMERS + which if ahead else which
-        tile = _rows_at(queries, own_copy, chunks)
+        tile = _rows_at(given.queries, own_copy, chunks)
         if not ahead:
-            mbarrier.wait(q_filled.index(which), copy_phase)
+            mbarrier.wait(given.q_filled.index(which), copy_phase)
             if casting:
                 wide, tile = tile, ()
                 for chunk in gl.static_range(chunks):
                     if apart:
-                        part_of_tile = narrow.index(which * chunks + chunk)
+                        part_of_tile = given.narrow.index(which * chunks + chunk)
                     else:
-                        part_of_tile = wide[chunk]._reinterpret(keys.dtype, [ROWS, keys.shape[2]], keys.layout)
+                        part_of_tile = wide[chunk]._reinterpret(
+                            given.keys.dtype, [ROWS, given.keys.shape[2]], given.keys.layout
+                        )
                     tile = tile + (part_of_tile,)  # noqa: RUF005
-                own = cast_rows(wide, tile, s_layout) * (scale * _LOG2_E)
+                own = cast_rows(wide, tile, s_layout) * (given.scale * _LOG2_E)
                 if tiles is not None:
-                    own = gl.where(query * 0 + keys_here > 0, own, 1.0)
+                    own = gl.where(query * 0 + here.keys > 0, own, 1.0)
                 if apart:  # the next tile's may come
-                    mbarrier.arrive(q_emptied.index(which), count=1)
-            turn_phase = _await_turn(turn, turn_phase, which, turns)
-            scores = start_scores(tile, keys, k_filled, slot, phase, block_n, chunks, s_layout)
-            _pass_turn(turn, which, turns)
+                    mbarrier.arrive(given.q_emptied.index(which), count=1)
+            turn_phase = _await_turn(given.turn, turn_phase, which, turns)
+            scores = start_scores(tile, given.keys, given.k_filled, slot, phase, block_n, chunks, s_layout)
+            _pass_turn(given.turn, which, turns)
             scores = warpgroup_mma_wait(0, [scores])
         if casting:
-            factor = at_least(own * number(numbers[0].index(slot)))
-            unit, less = number(numbers[1].index(slot)), number(numbers[2].index(slot))
-        mbarrier.arrive(k_emptied.index(slot), count=1)
+            factor = at_least(own * number(given.of_keys.index(slot)))
+            unit, less = number(given.units.index(slot)), number(given.changes.index(slot))
+        mbarrier.arrive(given.k_emptied.index(slot), count=1)
         for step in range(blocks - 1):
             start = first + step * block_n
             next_slot, next_phase = after(slot, phase, stages)
@@ -229,64 +233,64 @@ def _attend(
             p, decay, peak, total = weights(scores, factor, peak, total, p_layout, casting)
             if casting:
                 decay *= less
-            turn_phase = _await_turn(turn, turn_phase, which, turns)
-            mbarrier.wait(v_filled.index(slot), phase)
-            sums = add_products(sums, p, decay, values, slot, part, parts, chunks_v, o_layout)
-            coming = start_scores(tile, keys, k_filled, next_slot, next_phase, block_n, chunks, s_layout)
+            turn_phase = _await_turn(given.turn, turn_phase, which, turns)
+            mbarrier.wait(given.v_filled.index(slot), phase)
+            sums = add_products(sums, p, decay, given.value_blocks, slot, part, parts, chunks_v, o_layout)
+            coming = start_scores(tile, given.keys, given.k_filled, next_slot, next_phase, block_n, chunks, s_layout)
             if casting:  # read beneath the product
-                of_keys = number(numbers[0].index(next_slot))
-                unit, less = number(numbers[1].index(next_slot)), number(numbers[2].index(next_slot))
-            _pass_turn(turn, which, turns)
-            mbarrier.arrive(v_emptied.index(slot), count=1)
+                of_keys = number(given.of_keys.index(next_slot))
+                unit, less = number(given.units.index(next_slot)), number(given.changes.index(next_slot))
+            _pass_turn(given.turn, which, turns)
+            mbarrier.arrive(given.v_emptied.index(slot), count=1)
             scores = warpgroup_mma_wait(0, [coming])
             if casting:
                 factor = at_least(own * of_keys)
-            mbarrier.arrive(k_emptied.index(next_slot), count=1)
+            mbarrier.arrive(given.k_emptied.index(next_slot), count=1)
             slot, phase = next_slot, next_phase
         if not apart:
-            mbarrier.arrive(q_emptied.index(own_copy), count=1)
+            mbarrier.arrive(given.q_emptied.index(own_copy), count=1)
         start = first + (blocks - 1) * block_n
         if (start < whole) | (start >= parted):
             scores = masked(scores, start, since, upto, left)
         p, decay, peak, total = weights(scores, factor, peak, total, p_layout, casting)
         if casting:
             decay *= less
-        turn_phase = _await_turn(turn, turn_phase, which, turns)
-        mbarrier.wait(v_filled.index(slot), phase)
-        sums = add_products(sums, p, decay, values, slot, part, parts, chunks_v, o_layout)
+        turn_phase = _await_turn(given.turn, turn_phase, which, turns)
+        mbarrier.wait(given.v_filled.index(slot), phase)
+        sums = add_products(sums, p, decay, given.value_blocks, slot, part, parts, chunks_v, o_layout)
         its_tile = told_slot
         told_slot, told_phase = after(told_slot, told_phase, TILES_AHEAD)
         next_slot, next_phase = after(slot, phase, stages)
         next_copy, next_copy_phase = after(copy, copy_phase, copies)
         if ahead:
-            more = is_told(board, told_slot, told_phase)
+            more = is_told(given.board, told_slot, told_phase)
             # after the last tile the last scores are computed again, and nothing reads them
             its_copy = gl.where(more, next_copy, copy) * CONSUMERS + which
-            mbarrier.wait(q_filled.index(its_copy), gl.where(more, next_copy_phase, copy_phase))
-            tile = _rows_at(queries, its_copy, chunks)
+            mbarrier.wait(given.q_filled.index(its_copy), gl.where(more, next_copy_phase, copy_phase))
+            tile = _rows_at(given.queries, its_copy, chunks)
             its_slot, its_phase = gl.where(more, next_slot, slot), gl.where(more, next_phase, phase)
-            coming = start_scores(tile, keys, k_filled, its_slot, its_phase, block_n, chunks, s_layout)
-        _pass_turn(turn, which, turns)
-        mbarrier.arrive(v_emptied.index(slot), count=1)
+            coming = start_scores(tile, given.keys, given.k_filled, its_slot, its_phase, block_n, chunks, s_layout)
+        _pass_turn(given.turn, which, turns)
+        mbarrier.arrive(given.v_emptied.index(slot), count=1)
         slot, phase, copy, copy_phase = next_slot, next_phase, next_copy, next_copy_phase
 
         # Read again, because registers are few.
-        batch, head, top, q_start, queries_here, _, _ = told(board, its_tile)
-        mbarrier.arrive(board[2].index(its_tile), count=1)
-        query = top + row
+        here = told(given.board, its_tile)
+        mbarrier.arrive(given.board.read.index(its_tile), count=1)
+        query = here.top + row
         total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, s_layout))
         empty = total < 1.0  # a row's greatest P is 2^8
         share = unit / gl.where(empty, 1.0, total)
         logarithm = (peak - HEADROOM + gl.log2(gl.where(empty, 1.0, total))) * _LN_2
-        at = (batch * heads + head).to(gl.int64) * seqlen_q + q_start
-        gl.store(lse + at + query, gl.where(empty, MINUS_INFINITY, logarithm), mask=query < queries_here)
+        at = (here.batch * given.heads + here.head).to(gl.int64) * given.seqlen_q + here.q_start
+        gl.store(given.lse + at + query, gl.where(empty, MINUS_INFINITY, logarithm), mask=query < here.queries)
         for i in gl.static_range(parts):
-            o = (sums[i] * spread(share, sums[i])).to(out.dtype.element_ty)
-            store(out, o, at, top + which * ROWS, i * part, queries_here, head_dim_v, full_width)
+            o = (sums[i] * spread(share, sums[i])).to(given.out.dtype.element_ty)
+            store(given.out, o, at, here.top + which * ROWS, i * part, here.queries, given.head_dim_v, full_width)
         if ahead:
             scores = warpgroup_mma_wait(0, [coming])
         else:
-            more = is_told(board, told_slot, told_phase)
+            more = is_told(given.board, told_slot, told_phase)
 
 
 @gluon.jit
@@ -349,13 +353,10 @@ def triton_fp8_attention_forward_hopper(
         narrow = gl.allocate_shared_memory(k.dtype, [CONSUMERS * chunks, ROWS, block_d], k.layout)
     keys = gl.allocate_shared_memory(k.dtype, [stages * chunks, block_n, block_d], k.layout)
     values = gl.allocate_shared_memory(v.dtype, [stages * chunks_v, height, block_n], v.layout)
-    # By block of keys: K's descale, the unit of the sums, and what makes those before it sums in that unit.
     one: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
-    numbers = (
-        gl.allocate_shared_memory(gl.float32, [stages, 1], one),
-        gl.allocate_shared_memory(gl.float32, [stages, 1], one),
-        gl.allocate_shared_memory(gl.float32, [stages, 1], one),
-    )
+    of_keys = gl.allocate_shared_memory(gl.float32, [stages, 1], one)
+    units = gl.allocate_shared_memory(gl.float32, [stages, 1], one)
+    changes = gl.allocate_shared_memory(gl.float32, [stages, 1], one)
     q_filled = gl.allocate_shared_memory(gl.int64, [q_copies * CONSUMERS, 1], mbarrier.MBarrierLayout())
     q_emptied = gl.allocate_shared_memory(gl.int64, [q_copies * CONSUMERS, 1], mbarrier.MBarrierLayout())
     k_filled = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
@@ -379,16 +380,12 @@ def triton_fp8_attention_forward_hopper(
         mbarrier.init(v_emptied.index(i), count=CONSUMERS)
 
     board = board_for(CONSUMERS)
-    filled, emptied = (q_filled, k_filled, v_filled), (q_emptied, k_emptied, v_emptied)
-    steps = (q_by_batch, q_by_head, q_aside, k_by_batch, k_by_head, k_aside)
-    factor_steps = (q_factor_batch, q_factor_head, k_factor_batch, k_factor_head, v_factor_batch, v_factor_head)
-    given = (
-        out, lse, q_factors, k_factors, v_factors, scale,
-        queries, narrow, keys, values, numbers, filled, emptied, board, turn, factor_steps,
-        seqlen_q, low, high, heads, group, head_dim_v,
-    )  # fmt: skip
-    brought = (
-        q, k, v, k_factors, v_factors, queries, keys, values, numbers, filled, emptied, board, steps, factor_steps,
+    given = _Given(
+        q, k, v, out, lse, q_factors, k_factors, v_factors, scale,
+        queries, narrow, keys, values, of_keys, units, changes, board,
+        q_filled, k_filled, v_filled, q_emptied, k_emptied, v_emptied, turn,
+        q_by_batch, q_by_head, q_aside, k_by_batch, k_by_head, k_aside,
+        q_factor_batch, q_factor_head, k_factor_batch, k_factor_head, v_factor_batch, v_factor_head,
         seqlen_q, seqlen_kv, programs, section, low, high, heads, group, head_dim_v,
     )  # fmt: skip
     # Written out, because a tuple that has a name keeps no constants.
@@ -398,7 +395,7 @@ def triton_fp8_attention_forward_hopper(
                        casting, aligned)),
             (_attend, (1, given, tiles, block_n, stages, left, right, part, parts, turns, full_width, chunks, chunks_v,
                        casting, aligned)),
-            (_load, (brought, tiles, block_n, stages, left, right, chunks, chunks_v, casting, aligned)),
+            (_load, (given, tiles, block_n, stages, left, right, chunks, chunks_v, casting, aligned)),
         ],
         [4, 1],
         [registers, 24],

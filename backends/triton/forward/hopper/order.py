@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
@@ -10,6 +12,10 @@ from ...tile_rows import DRAWN, ENDED, ROW
 
 __all__ = [
     "TILES_AHEAD",
+    "Board",
+    "Order",
+    "Span",
+    "Tile",
     "after",
     "blocks_of",
     "board_for",
@@ -24,9 +30,18 @@ __all__ = [
 ]
 
 TILES_AHEAD = gl.constexpr(3)  # of which the loading warp may have told
-_TOLD = gl.constexpr(8)  # numbers of a tile: whether there is one, and the first seven of ``tile_at``
+_TOLD = gl.constexpr(8)  # numbers of a tile: whether there is one, and all but V's slot
 _ROW = gl.constexpr(ROW.value)
 _DRAWN, _ENDED = gl.constexpr(DRAWN.value), gl.constexpr(ENDED.value)
+
+# What decides where a tile is: the table, blocks of a head, heads and how many take turns, lengths, query heads.
+Order = namedtuple("Order", "tiles blocks programs section seqlen_q seqlen_kv heads")
+# Batch entry, head, first query, where its sequence's queries start and their number, the same of its keys, V's slot.
+Tile = namedtuple("Tile", "batch head top q_start queries k_start keys v_start")
+# Where a tile's keys start, from where to where all its queries see all keys, how many blocks of keys there are.
+Span = namedtuple("Span", "first whole parted blocks")
+# Shared memory in which the loading warp tells of tiles: their numbers, barriers of told and of read.
+Board = namedtuple("Board", "numbers told read")
 
 
 @gluon.jit
@@ -37,30 +52,28 @@ def blocks_of(seqlen_q, tiles, block_m: gl.constexpr):
 
 @gluon.jit
 def tile_at(place, order, block_m: gl.constexpr, backwards: gl.constexpr):
-    """The tile at ``place`` of the order: batch entry, head, first query, where its queries start and their number, the
-    same of its keys, V's slot.
+    """The ``Tile`` at ``place`` of the ``Order``.
 
     Where all lengths are alike even rounds of programs go up, odd ones down, and with ``backwards`` a head's last
     blocks come first, as the table has them anyway.
     """
-    tiles, blocks, programs, section, seqlen_q, seqlen_kv, heads = order
     first, programs_at_once = gl.program_id(0), gl.num_programs(0)
-    if tiles is None:
+    if order.tiles is None:
         before = place - first
-        whole = before + programs_at_once <= blocks * programs
+        whole = before + programs_at_once <= order.blocks * order.programs
         back = whole & ((before // programs_at_once) % 2 == 1)
         place = gl.where(back, before + programs_at_once - 1 - first, place)
-    before = place // (section * blocks) * section
-    width = gl.minimum(section, programs - before)
-    place -= before * blocks
+    before = place // (order.section * order.blocks) * order.section
+    width = gl.minimum(order.section, order.programs - before)
+    place -= before * order.blocks
     block, head = place // width, before + place % width
-    if tiles is None:
+    if order.tiles is None:
         if backwards:  # the last queries see the most keys, and start first
-            block = blocks - 1 - block
-        found = head // heads, head % heads, block * block_m, 0, seqlen_q, 0, seqlen_kv, 0
+            block = order.blocks - 1 - block
+        found = Tile(head // order.heads, head % order.heads, block * block_m, 0, order.seqlen_q, 0, order.seqlen_kv, 0)
     else:
-        row = tiles + (1 + block) * _ROW
-        found = (
+        row = order.tiles + (1 + block) * _ROW
+        found = Tile(
             gl.load(row), head, gl.load(row + 1), gl.load(row + 2), gl.load(row + 3), gl.load(row + 4),
             gl.load(row + 5), gl.load(row + 7),
         )  # fmt: skip
@@ -96,19 +109,18 @@ def board_for(readers: gl.constexpr):
     for i in gl.static_range(TILES_AHEAD):
         mbarrier.init(told.index(i), count=1)
         mbarrier.init(read.index(i), count=readers)
-    return numbers, told, read
+    return Board(numbers, told, read)
 
 
 @gluon.jit
 def tell(board, slot, phase, there, tile):
     """The loading warp tells the others of its next tile, or that there is none."""
-    numbers, told, read = board
-    mbarrier.wait(read.index(slot), phase)
-    _set(numbers.index(slot * _TOLD), there)
+    mbarrier.wait(board.read.index(slot), phase)
+    _set(board.numbers.index(slot * _TOLD), there)
     for i in gl.static_range(_TOLD - 1):
-        _set(numbers.index(slot * _TOLD + 1 + i), tile[i])
+        _set(board.numbers.index(slot * _TOLD + 1 + i), tile[i])
     fence_async_shared()
-    mbarrier.arrive(told.index(slot), count=1)
+    mbarrier.arrive(board.told.index(slot), count=1)
 
 
 @gluon.jit
@@ -119,23 +131,23 @@ def _set(place, x):
 @gluon.jit
 def is_told(board, slot, phase):
     """Whether there is another tile."""
-    mbarrier.wait(board[1].index(slot), phase)
+    mbarrier.wait(board.told.index(slot), phase)
     return _number(board, slot, 0) == 1
 
 
 @gluon.jit
 def _number(board, slot, which: gl.constexpr):
     """For four warps."""
-    return gl.max(board[0].index(slot * _TOLD + which).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    return gl.max(board.numbers.index(slot * _TOLD + which).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
 def told(board, slot):
-    """The first seven numbers of the tile that ``is_told`` spoke of."""
+    """The ``Tile`` that ``is_told`` spoke of, without V's slot."""
     found = ()
     for i in gl.static_range(_TOLD - 1):
         found = found + (_number(board, slot, 1 + i),)  # noqa: RUF005
-    return found
+    return Tile(*found, 0)
 
 
 @gluon.jit
@@ -151,10 +163,7 @@ def span_of_keys(
     top, seqlen_q, seqlen_kv, low, high,
     block_m: gl.constexpr, block_n: gl.constexpr, left: gl.constexpr, right: gl.constexpr,
 ):  # fmt: skip
-    """(first, whole, parted, blocks): where a tile's keys start, where all queries see all keys, how many blocks.
-
-    There is one block at least, in which no query need see a key.
-    """
+    """The ``Span`` of a tile's keys: one block at least, in which no query need see a key."""
     bottom = gl.minimum(top + block_m, seqlen_q) - 1
     first, whole = 0, 0
     last, parted = seqlen_kv, seqlen_kv // block_n * block_n
@@ -165,7 +174,7 @@ def span_of_keys(
         first = gl.minimum(gl.maximum(top + low, 0), last) // block_n * block_n
         whole = gl.minimum(gl.cdiv(gl.maximum(bottom + low, 0), block_n) * block_n, gl.cdiv(last, block_n) * block_n)
         parted = gl.maximum(parted, whole)
-    return first, whole, parted, gl.maximum(gl.cdiv(last - first, block_n), 1)
+    return Span(first, whole, parted, gl.maximum(gl.cdiv(last - first, block_n), 1))
 
 
 @gluon.jit

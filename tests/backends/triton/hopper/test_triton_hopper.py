@@ -71,6 +71,7 @@ def test_a_program_has_one_tile_from_as_many_keys_on_as_the_tile_says() -> None:
     found = [hopper.programs_of(TILE._replace(alone_from=keys), tiles, 1000, 5) for keys in (None, 1001, 1000, 0)]
     assert found == [5, 5, 12, 12]
     assert hopper.programs_of(TILE, tiles, 1000, 132) == 12
+    assert hopper.programs_of(TILE._replace(alone_from=0), tiles, None, 5) == 5  # of a table
 
 
 def test_every_hopper_tile_is_one_that_the_kernel_takes() -> None:
