@@ -24,8 +24,9 @@ _GAPS = (0.005, 0.0075, 0.01)  # losses that a verdict should find
 
 @cache
 def arms(*folders: str) -> tuple[Arm, ...]:
-    """Of committed trainings of the H200."""
-    return tuple(arms_of([run for folder in folders for run in read_runs(H200 / folder / ROWS)]))
+    """Of committed trainings of the H200 that came to their end."""
+    runs = (run for folder in folders for run in read_runs(H200 / folder / ROWS))
+    return tuple(arms_of([run for run in runs if run.status != "unfinished"]))
 
 
 @dataclass(frozen=True)

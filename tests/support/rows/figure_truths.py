@@ -22,7 +22,6 @@ from attnbench.harness.measure.timing import Cost
 from attnbench.harness.results.condense import join_sweeps
 from attnbench.harness.results.records import Measurement, read_measurements
 from attnbench.harness.sweep import device_sweep, race
-from attnbench.harness.training.judge.arms import Arm
 from attnbench.kernels.registry import registry
 from attnbench.tables import entry as table_entry
 from attnbench.tables import scaling
@@ -157,18 +156,6 @@ def over_ring(slower: str, faster: str) -> list[float]:
     return [ring()[slower, length]["ms"] / ring()[faster, length]["ms"] for length in (65536, 131072)]
 
 
-def vit(linears: str) -> Arm:
-    """ViT-Huge without TransformerEngine's block."""
-    asked = {"block": "plain", "linears": linears}
-    (arm,) = (arm for arm in figures.training.arms("vit") if asked.items() <= arm.first.settings.items())
-    return arm
-
-
-def in_step(arm: Arm) -> float:
-    """Milliseconds of a step that the device spends on attention."""
-    return arm.attention.forward_ms + arm.attention.backward_ms
-
-
 def scaling_errors(*names: str) -> list[float]:
     """The percentages that scaling adds to times: between equal GPUs, and from the H200's to each of these."""
     table = Table.load(ROOT / "attnbench/tables/nvidia-h200.json")
@@ -294,16 +281,6 @@ HELD: list[tuple[str, str, Callable[[], Sequence[float]]]] = [
             *(ring()["fp8, ring", 131072][name] for name in ("out", "dq", "dv")),
             max(ring()["bf16, ring", length][name] for length in (65536, 131072) for name in ("out", "dq", "dk", "dv")),
         ],
-    ),
-    (
-        "explanation/end-to-end.md",
-        r"the device works (\d+) of (\d+) ms, less than the plain model's (\d+),",
-        lambda: (vit("te-fp8").attention.busy_ms, vit("te-fp8").median_ms, vit("bf16").attention.busy_ms),
-    ),
-    (
-        "explanation/end-to-end.md",
-        r"took ([\d.]+) times as long .* \(([\d.]+) for ([\d.]+) ms a step\)",
-        lambda: (in_step(vit("te-fp8")) / in_step(vit("bf16")), in_step(vit("te-fp8")), in_step(vit("bf16"))),
     ),
     (
         "tables.md",
