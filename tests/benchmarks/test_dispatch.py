@@ -2,7 +2,8 @@
 
 Without gradients, on tensors so small that little but calling remains.  The ratios go into the report as extra
 information; times are for whoever runs `pytest tests/benchmarks` to look at, and nothing is asserted about them
-except that a look-up costs less than torch's own attention, and that the answers are the kernel's own.
+except how many times as long as torch's own attention a call and its look-up take on a CPU, and that the answers are
+the kernel's own.
 """
 
 import statistics
@@ -98,7 +99,7 @@ def test_dispatch_compiled(benchmark: BenchmarkFixture) -> None:
 
 @pytest.mark.benchmark(group="dispatch")
 def test_over_torchs_own_call(benchmark: BenchmarkFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of a call beside torch's own attention, and the look-up alone, whose share is held.
+    """All of a call beside torch's own attention, and the look-up alone: both shares are held.
 
     The least of many rounds in turns: a machine that is busy now and then changes neither.
     """
@@ -115,12 +116,14 @@ def test_over_torchs_own_call(benchmark: BenchmarkFixture, monkeypatch: pytest.M
         whole = microseconds({"attention": ours, "torch": torchs})
         monkeypatch.setattr(Execution, "__call__", lambda self, inputs: (inputs.q, None))
         found = microseconds({"lookup": ours, "torch": torchs})
+    ratio = min(whole["attention"]) / min(whole["torch"])
     share = min(found["lookup"]) / min(found["torch"])
     benchmark.extra_info |= {
-        "attention over torch's own": round(min(whole["attention"]) / min(whole["torch"]), 2),
+        "attention over torch's own": round(ratio, 2),
         "look-up over torch's own": round(share, 3),
     }
-    assert share < 1.0  # 0.5 where this was written
+    assert share < 1.0  # 0.6 where this was written
+    assert ratio < 2.6  # 2.1 where this was written
 
 
 @pytest.mark.parametrize("direction", ["forward", "training"])

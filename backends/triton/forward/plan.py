@@ -56,12 +56,9 @@ class Plan(NamedTuple):
         and K and V quantised.
         """
         assert self.layout is not None, "another layout is made of the tensors"
-        of_q, of_k, of_v = made.begins if q is None else (None, *made.begins)
-        if of_q is None:
-            assert q is not None, "it is either quantised or as it is"
-            begins = q.data_ptr(), of_k[0], of_v[1], of_k[2], of_k[2], of_v[2], of_v[2]
-        else:
-            begins = of_q[0], of_k[0], of_v[1], of_q[2], of_k[2], of_v[2], of_v[2]
+        k, v = made.begins[-2:]
+        first, scale = (made.begins[0][0], made.begins[0][2]) if q is None else (q.data_ptr(), k[2])
+        begins = first, k[0], v[1], scale, k[2], v[2], v[2]
 
         def make() -> Given:
             scale, k, v = made[0], made[-2], made[-1]

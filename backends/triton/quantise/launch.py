@@ -10,7 +10,7 @@ the first left in the L2 cache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -193,8 +193,8 @@ class Written:
         mean = self._means[place] if self._means else None
         return Quantisation(outline, places, self.kept, self._scratch, mean)
 
-    def __len__(self) -> int:
-        return len(self.begins)
+    def __iter__(self) -> Iterator[Quantisation]:
+        return map(self.__getitem__, range(len(self.begins)))
 
 
 def written(layout: Layout, tensors: Sequence[Tensor], own: Sequence[Unequal | None] = ()) -> Written:
