@@ -93,10 +93,8 @@ def _draw(
     if batch != "packed":
         kept = list(lengths.sequences(whole, drawn.q, drawn.k))
         if not isolates:
-            places = zip(
-                *(_places(side, size, batch) for side, size in zip((queries, keys), rows, strict=True)), strict=True
-            )
-            kept = [Sequence(row, *place, whole) for row, place in enumerate(places)]
+            places = zip(_places(queries, rows[0], batch), _places(keys, rows[1], batch), strict=True)
+            kept = [Sequence(row, asks, seen, whole) for row, (asks, seen) in enumerate(places)]
         drawn = _only(drawn, kept)
     return drawn, lengths, whole
 
