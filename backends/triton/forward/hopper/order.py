@@ -147,7 +147,7 @@ def told(board, slot):
     found = ()
     for i in gl.static_range(_TOLD - 1):
         found = found + (_number(board, slot, 1 + i),)  # noqa: RUF005
-    return Tile(*found, 0)
+    return Tile(*found, 0)  # type: ignore[call-arg]
 
 
 @gluon.jit
