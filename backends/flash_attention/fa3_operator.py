@@ -55,6 +55,8 @@ def bound(operator: Any, names: tuple[str, ...]) -> Callable[..., Any]:
     )
 
     def call(*values: Any) -> Any:
+        if len(values) != len(names):
+            raise TypeError(f"{operator} is called here with {len(names)} arguments, not {len(values)}")
         return operator(*in_order((*values, *fillers)))
 
     return call

@@ -279,9 +279,10 @@ class Quantising(Operands):
 
     def apart(self) -> tuple[list[Tensor | None], Callable[[Iterator[Tensor | None]], Operands]]:
         """The block alone, where they lie in one."""
-        if self.lengths is not None or not self._forms or None in self._forms:
+        q, k, v = self._forms or (None, None, None)
+        if self.lengths is not None or q is None or k is None or v is None:
             return super().apart()
-        return [self._block], partial(_in_block, self.spec, self._forms)
+        return [self._block], partial(_in_block, self.spec, (q, k, v))
 
     @cached_property
     def _made(self) -> tuple[Quantised, Quantised, Quantised]:

@@ -284,6 +284,9 @@ def test_an_operator_with_other_arguments_is_not_called_by_guess() -> None:
         bound(torch.ops.attnbench_test_fa3.lacks.default, FORWARD)
     with pytest.raises(OperatorError, match="mode"):
         bound(torch.ops.attnbench_test_fa3.adds.default, FORWARD)
+    library.define(f"fits({standins.FWD['sgl_kernel']}) -> Tensor[]")
+    with pytest.raises(TypeError, match="15 arguments, not 11"):
+        bound(torch.ops.attnbench_test_fa3.fits.default, FORWARD)(*range(11))
 
 
 def test_an_fp8_forward_hands_the_backward_what_it_saw() -> None:

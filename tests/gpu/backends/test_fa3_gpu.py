@@ -88,7 +88,8 @@ def test_more_than_2_to_the_31_elements() -> None:
 def _called(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     given = native(q, k, v, spec)
     return fa3_origins.library().forward(
-        given.q, given.k, given.v, *given.descales, spec.scale, given.window.causal, *given.window[1:], spec.softcap
+        given.q, given.k, given.v, *given.descales, spec.scale, given.window.causal, *given.window[1:], spec.softcap,
+        *given.starts,
     )[0].transpose(1, 2)  # fmt: skip
 
 
@@ -106,5 +107,5 @@ def test_a_window_that_ends_before_the_keys_is_refused_because_minus_one_means_u
     assert "last key" in FORWARDS["fa3:bf16"].refusals(spec, describe(DEVICE))[0]
     q, k, v, _ = Truth.of(spec, 0, DEVICE).inputs
     args = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
-    out = fa3_origins.library().forward(*args, None, None, None, spec.scale, False, 1 + 4 - 9, 5, 0.0)[0]
+    out = fa3_origins.library().forward(*args, None, None, None, spec.scale, False, 1 + 4 - 9, 5, 0.0, *(None,) * 4)[0]
     assert not dense.relative_l2(out.transpose(1, 2), dense.dense_attention(q, k, v, spec)[0]) < 0.01
