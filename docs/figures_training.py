@@ -334,24 +334,30 @@ def learning() -> Table:
     return ["model", "attention", "seeds", "loss, 16 bits", "loss", "gap", "verdict", "guard's breaches"], lines
 
 
-def scatter() -> float:
-    """The standard deviation of the gaps between pairs of the first committed trainings, all comparisons together."""
+def scatter(*folders: str) -> float:
+    """The standard deviation of the gaps between committed pairs of one baseline, all candidates together."""
+    runs = [run for folder in folders for run in read_runs(H200 / folder / ROWS)]
     squares, freedom = 0.0, 0
-    baselines = [run for run in read_runs(H200 / "learning/te" / ROWS) if run.role == "baseline"]
-    for folder in ("learning/te", "learning/triton"):
-        candidates = [run for run in read_runs(H200 / folder / ROWS) if run.role == "candidate"]
-        gaps = np.array([pair.gap for pair in pairs_of([*baselines, *candidates])])
+    for attention in {run.settings["attention"] for run in runs if run.role == "candidate"}:
+        pair = [run for run in runs if run.role == "baseline" or run.settings["attention"] == attention]
+        gaps = np.array([each.gap for each in pairs_of(pair)])
         squares, freedom = squares + float(((gaps - gaps.mean()) ** 2).sum()), freedom + len(gaps) - 1
     return float(np.sqrt(squares / freedom))
 
 
 def seeds() -> Table:
-    """How many seeds a verdict takes, at the scatter of the committed pairs and around it, with 90 %."""
-    middle = scatter()
+    """How many seeds a verdict takes, with 90 %, at the scatter of GPT small's pairs, around it, and at D = 128."""
+    middle = scatter("learning/te", "learning/triton")
     heads = ["scatter of a pair's gap", "3 seeds: chance of a verdict", "*equivalent* if there is no gap"]
     lines = []
-    for deviation in (middle / 2, middle, 1.3 * middle):
+    for deviation in (middle / 2, middle, 1.3 * middle, scatter("learning/d128")):
         chance = 1 - chances(3, deviation)["inconclusive"]
         needed = [seeds_needed(deviation, gap) for gap in (0.0, *_GAPS)]
-        lines.append([f"{deviation:.2%}", f"{chance:.0%}", *(f"{each} seeds" for each in needed)])
+        lines.append(
+            [
+                f"{deviation:.2%}",
+                f"{chance:.0%}",
+                *("more than 100" if each is None else f"{each} seeds" for each in needed),
+            ]
+        )
     return [*heads, *(f"*degraded* if it is {gap:.2%}" for gap in _GAPS)], lines

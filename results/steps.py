@@ -293,10 +293,10 @@ class Arm:
         )
         self.failed = False
         try:
-            if choice.graphs and ranks.device.type != "cuda":
-                raise InputError("graphs=true is of CUDA graphs, which a CPU has not")
             self.attend = None if config.block == "te" else Attend(config)
             self.plans = check_beforehand(config, ranks.device)
+            if choice.graphs and ranks.device.type != "cuda":
+                raise InputError("graphs=true is of CUDA graphs, which a CPU has not")
             self.row = self.row.model_copy(update={"plans": self.plans})
         except AttnbenchError as error:
             self.plans = []

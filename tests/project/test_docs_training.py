@@ -119,6 +119,15 @@ def test_policies_and_recipes_are_compared_with_the_first(tmp_path: Path) -> Non
 
 def test_seeds_are_those_for_the_committed_scatter() -> None:
     lines = figures_training.seeds()[1]
-    deviation = figures_training.scatter()
+    deviation = figures_training.scatter("learning/te", "learning/triton")
     assert 0.002 < deviation < 0.01
     assert f"{seeds_needed(deviation)} seeds" in lines[1]
+    assert figures_training.scatter("learning/d128") > 0.007  # for which its seeds were chosen
+
+
+def test_what_the_page_says_of_learning_at_d_128_is_in_the_rows() -> None:
+    heads, lines = figures_training.learning()
+    (found,) = (dict(zip(heads, line, strict=True)) for line in lines if line[0].startswith("medium"))
+    assert (found["attention"], found["seeds"], found["verdict"]) == (f"`{PLAN}`", "24", "inconclusive")
+    assert re.fullmatch(r"-[\d.]+% \(-[\d.]+% to -[\d.]+%\)", found["gap"])
+    assert found["guard's breaches"].startswith("0 in ")
