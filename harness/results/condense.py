@@ -97,7 +97,7 @@ def _watched(row: Measurement) -> bool:
 def _hosted(row: Measurement) -> bool:
     """Whether the host limited most calls of the row."""
     host = None if row.performance_ is None else row.performance_.host_ms
-    return bool(host) and "call" in row.time_ms and median(host) >= _LIMITED * row.median_ms()
+    return host is not None and "call" in row.time_ms and median(host) >= _LIMITED * row.median_ms()
 
 
 def _dated(rows: Sequence[Measurement], speed: HostSpeed) -> list[tuple[datetime, Entry]]:

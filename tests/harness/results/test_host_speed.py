@@ -1,0 +1,83 @@
+"""Calls brought to one speed of the host, with the power that the visits show, where they waited for it."""
+
+from statistics import median
+
+import pytest
+from compared import row
+
+from attnbench.harness.results.condense import condense, join_sweeps
+from attnbench.harness.results.host_speed import HostSpeed
+
+
+def visited(launches, power, case="a", device=0.001, plan="sdpa-flash:bf16"):
+    """A row of calls whose host takes 0.1 ms where a launch takes 0.01, and goes with a power of the launch's time."""
+    hosts = [0.1 * (launch / 0.01) ** power for launch in launches]
+    scales = [0.01 / launch for launch in launches]
+    host = [ms * scale for ms, scale in zip(hosts, scales, strict=True) for _ in range(5)]
+    given = row(case, plan)
+    changes = {
+        "time_ms": {"prepared": [device], "call": [max(device, ms) for ms in host]},
+        "visits": {"call": [5] * len(launches)},
+        "host_ms": host,
+        "host_scale": scales,
+        "launch_ms": list(launches),
+    }
+    return given.model_copy(update={"performance_": given.performance.model_copy(update=changes)})
+
+
+SLOWS = [0.005, 0.01, 0.02, 0.04]
+
+
+@pytest.mark.parametrize("power", [0.8, 1.0, 1.5])
+def test_the_power_is_found_and_calls_of_fast_and_slow_visits_agree(power):
+    rows = [visited(SLOWS, power, case) for case in "abcdefgh"]
+    speed = HostSpeed(rows)
+    assert speed.power(rows[0].plan, rows[0].spec.direction) == pytest.approx(power, abs=0.02)
+    assert speed.usual_ms == pytest.approx(median(SLOWS))
+    calls = speed.calls(rows[0])
+    assert max(calls) / min(calls) < 1.1
+    assert median(calls) == pytest.approx(0.1 * (median(SLOWS) / 0.01) ** power, rel=0.1)
+
+
+def test_calls_that_wait_for_the_device_keep_their_times():
+    held = visited(SLOWS, 1.0, device=9.0)
+    assert set(HostSpeed([held]).calls(held)) == {9.0}
+
+
+def test_a_row_without_the_hosts_speed_is_as_it_was():
+    given = row("a", "sdpa-flash:bf16")
+    assert HostSpeed([given]).usual_ms is None
+    assert HostSpeed([visited(SLOWS, 1.0)]).calls(given) == given.time_ms["call"]
+
+
+def hosted(spec, plan="sdpa-flash:bf16"):
+    """A row of a call that its host limited, without the host's speed."""
+    given = row("old", plan)
+    calls = list(given.time_ms["call"])
+    changes = {"host_ms": calls, "visits": {}}
+    performance = given.performance.model_copy(update=changes)
+    return given.model_copy(update={"performance_": performance, "spec": spec})
+
+
+def test_calls_limited_by_an_unknown_host_are_left_out_where_enough_others_are():
+    watched = [visited(SLOWS, 1.0, case) for case in "abcde"]
+    old = hosted(watched[0].spec.replace(batch=7))
+    other = hosted(old.spec, "sdpa-cudnn:bf16")
+    table = join_sweeps({"old": [old, other], "new": watched})
+    assert (old.spec, old.plan) not in table.entries
+    assert (other.spec, other.plan) in table.entries  # of this plan nothing else is known
+    assert (old.spec, old.plan) in join_sweeps({"old": [old], "new": watched[:4]}).entries
+    device = row("old", "sdpa-flash:bf16").model_copy(update={"spec": old.spec})
+    assert (old.spec, old.plan) in join_sweeps({"old": [device], "new": watched}).entries
+
+
+def test_what_was_only_predicted_to_be_slower_is_in_no_table():
+    given = row("a", "sdpa-flash:bf16")
+    never = given.model_copy(
+        update={
+            "status": "slower",
+            "reason": "predicted",
+            "performance_": given.performance.model_copy(update={"time_ms": {}, "visits": {}, "host_ms": None}),
+        }
+    )
+    assert condense([never]) == []
