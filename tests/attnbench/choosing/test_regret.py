@@ -3,13 +3,12 @@
 import json
 import math
 import random
-import sys
 from collections import defaultdict
 from dataclasses import replace
-from functools import cache
-from typing import NamedTuple
+from functools import cache, partial
 
 import pytest
+from command_line import attnbench
 from fakes import FakeBackward, FakeForward, an_environment, fake_backend, fake_registry
 from places import RESULTS, ROOT
 
@@ -193,26 +192,7 @@ def test_torch_takes_the_first_of_its_backends_for_both_passes_where_it_can():
     assert dict(_by_backend({mixed: 2.0}, registry())) == {"sdpa-cudnn": 2.0, TORCH_DEFAULT: 2.0}
 
 
-@pytest.fixture
-def run_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """``attnbench table check`` with these arguments: (exit code, standard output, standard error)."""
-
-    def run(*arguments: object) -> Run:
-        from attnbench.cli import main
-
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["attnbench", "table", "check", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            main()
-        return Run(end.value.code, *capsys.readouterr())
-
-    return run
-
-
-class Run(NamedTuple):
-    returncode: int
-    stdout: str
-    stderr: str
+check = partial(attnbench, "table", "check")
 
 
 STEADY, UNSTEADY = ("facts", "keys", "quick"), ("inference", "training")
@@ -245,28 +225,28 @@ def test_the_table_that_ships_keeps_the_bounds_however_it_is_halved():
 
 
 @pytest.mark.parametrize(("make", "code", "last"), [(lawful, 0, "passed"), (lambda: shuffled(lawful()), 1, "failed")])
-def test_the_command_says_whether_a_table_chooses_well(tmp_path, run_check, make, code, last):
+def test_the_command_says_whether_a_table_chooses_well(tmp_path, make, code, last):
     laws = make()
     names = {"near:bf16": "sdpa-flash:bf16", "far:bf16": "sdpa-cudnn:bf16", "far:fp8": "fa3:fp8"}
     assert set(names) == set(LAWS)
     entries = [replace(each, plan=Plan(names[str(each.plan)])) for each in laws.entries.values()]
     file = tmp_path / "table.json"
     Table.from_entries(laws.environment, entries).save(file)
-    shown = run_check(file, "--format", "markdown")
+    shown = check(file, "--format", "markdown")
     assert shown.returncode == code
     assert last in shown.stdout
     assert TORCH_DEFAULT in shown.stdout
     assert "| direction" in shown.stdout
-    data = json.loads(run_check(file, "--format", "json").stdout)
+    data = json.loads(check(file, "--format", "json").stdout)
     assert data["passed"] == (code == 0)
     assert {each["name"] for each in data["regret"]["class"]} == {"d128 bf16 forward", "d128 bf16 causal forward"}
     assert {each["plan"] for each in data["choices"]} <= set(names.values())
 
 
-def test_a_table_without_two_shapes_of_a_class_is_misuse(tmp_path, run_check):
+def test_a_table_without_two_shapes_of_a_class_is_misuse(tmp_path):
     file = tmp_path / "table.json"
     Table.from_entries(an_environment(), [entry(spec(512), "sdpa-flash:bf16", 1.0, 0.002)]).save(file)
-    run = run_check(file)
+    run = check(file)
     assert run.returncode == 2
     assert "no shape can choose for another" in run.stderr
     assert "Traceback" not in run.stderr

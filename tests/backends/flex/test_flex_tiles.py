@@ -195,14 +195,3 @@ def test_a_tile_is_committed_where_it_gains_and_loses_nowhere(
     tuner: ModuleType, short: dict[int, float], long: dict[int, float], number: int | None
 ) -> None:
     assert tuner.chosen([short, long]) == number
-
-
-def test_finalists_are_the_default_and_the_fastest(tuner: ModuleType) -> None:
-    assert tuner.finalists({0: 5.0, 1: 4.0, 2: 6.0, 3: 1.0, 4: 2.0, 5: 9.0}) == [0, 3, 4, 1]
-    assert tuner.finalists({1: 4.0}) == []
-
-
-def test_what_the_tuner_prints_can_be_committed(tuner: ModuleType) -> None:
-    key = TileKey(HOPPER, "bf16", 128, "causal", "forward")
-    options = {**TILE, "USE_TMA": True}
-    assert eval(f"{{{tuner.entry(key, options)}}}", {"TileKey": TileKey}) == {key: options}
