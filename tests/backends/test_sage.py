@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -335,33 +334,3 @@ def test_refusals_of_one() -> None:
         assert FP8.refusals(spec.replace(seqlen_kv=200), H200) == []
         assert "positive scale" in FP8.refusals(spec.replace(scale=-1.0), H200)[0]
         assert "exists only below" in FP8.refusals(spec, Device("cuda", "a B200", (10, 0)))[0]
-
-
-def test_availability_tells_the_two_libraries_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    found = sage.BACKEND.availability()
-    assert "is not installed; 1.0.6 brings sage:int8" in (found.reason or "")
-    assert "sageattention==1.0.6" in (found.install or "")
-    package = tmp_path / "sageattention"
-    package.mkdir()
-    (package / "__init__.py").write_text("raise RuntimeError('imported')")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for version, ok in {
-        "1.0.6": True,
-        "1.0.5": False,
-        "2.1.1": False,
-        "2.2.0": False,
-        "3.0": False,
-        "x": False,
-    }.items():
-        monkeypatch.setattr(metadata, "version", lambda _, version=version: version)
-        found = sage.BACKEND.availability()
-        assert found.ok == ok
-        assert ok or version in (found.reason or "")
-    monkeypatch.setattr(metadata, "version", lambda _: "2.2.0.post1")
-    assert "built without its kernel" in (sage.BACKEND.availability().reason or "")
-    assert "git+" in (sage.BACKEND.availability().install or "")
-    (package / "_qattn_sm90.cpython-312-x86_64-linux-gnu.so").touch()
-    assert sage.BACKEND.availability().version == "2.2.0.post1"
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert "without CUDA" in (sage.BACKEND.availability().reason or "")

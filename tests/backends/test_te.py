@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import itertools
 import math
 import threading
@@ -200,32 +199,3 @@ def test_histories_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         spec = SPEC.replace(seqlen_q=length)
         te._gradients.of(spec, torch.device("cpu"))
     assert [key[0].seqlen_q for key in te._gradients._kept] == [11, 12, 13]
-
-
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"transformer-engine": "2.20.2", "transformer-engine-torch": "2.20.2"}
-
-    def installed(name: str) -> str:
-        if name not in found:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return found[name]
-
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
-    monkeypatch.setattr(importlib.metadata, "version", installed)
-    assert te._availability().ok
-    for changed, reason in (
-        ({"transformer-engine-torch": "2.19.0"}, "do not belong together"),
-        ({"transformer-engine": "2.9.0"}, "2.20 or newer"),
-    ):
-        kept = dict(found)
-        found.update(changed)
-        assert reason in (te._availability().reason or "")
-        found.update(kept)
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91400)
-    assert "91501" in (te._availability().reason or "")
-    del found["transformer-engine-torch"]
-    assert "transformer-engine-torch is not installed" in (te._availability().reason or "")
-    assert "transformer-engine" in (te._availability().install or "")
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert "without CUDA" in (te._availability().reason or "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
@@ -112,27 +111,6 @@ def test_refusals(kernel: str, changes: dict[str, object], device: Device, reaso
     assert reason in "; ".join(FORWARDS[kernel].refusals(SPEC.replace(**changes), device))
     if kernel in BACKWARDS:
         assert reason in "; ".join(BACKWARDS[kernel].refusals(SPEC.replace(**changes), device))
-
-
-def test_what_is_missing_is_named_with_the_command_that_adds_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    found: dict[str, str] = {}
-
-    def version(name: str) -> str:
-        if name not in found:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return found[name]
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    assert "flash-attn-4 is not installed" in (fa4._availability().reason or "")
-    found["flash-attn-4"] = "4.0.0b36"
-    assert "nvidia-cutlass-dsl is not installed" in (fa4._availability().reason or "")
-    assert "flash-attn-4" in (fa4._availability().install or "")
-    found["nvidia-cutlass-dsl"] = "4.8.1"
-    assert fa4._availability().ok
-    assert fa4._availability().version == "4.0.0b36"
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert "without CUDA" in (fa4._availability().reason or "")
 
 
 def test_compiled_kernels_are_kept_in_a_folder_of_the_user(tmp_path: Path) -> None:
