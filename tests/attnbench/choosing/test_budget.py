@@ -9,7 +9,7 @@ from fakes import FakeForward, an_environment, fake_backend, fake_registry
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnbench import AttentionSpec, Mask, Plan, attention, explain, freeze, use_backend
+from attnbench import AttentionSpec, Mask, Plan, attention, explain, use_backend
 from attnbench.choosing.selector import choose
 from attnbench.errors import BudgetError, InputError, NoPlanError
 from attnbench.kernels.capabilities import Device
@@ -172,12 +172,6 @@ def test_a_context_and_a_named_plan_are_held_to_it_too():
 def test_a_budget_that_is_no_positive_number_is_named(budget):
     with pytest.raises(InputError, match="max_error must be a positive relative error"):
         asked(square(), max_error=budget)
-
-
-def test_nothing_is_frozen_for_a_budget_that_nothing_keeps(tmp_path):
-    with freeze(tmp_path / "choices.json"), pytest.raises(NoPlanError, match="no plan stays within"):
-        asked(square(), max_error=1e-9)
-    assert not (tmp_path / "choices.json").exists()
 
 
 KNOWN = fake_registry(

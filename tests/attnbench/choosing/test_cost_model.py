@@ -41,33 +41,6 @@ def test_a_law_of_launch_and_rate_is_recovered_between_and_beyond_what_was_measu
     assert model.predict(PLAN, spec(2048, batch=8)).time_ms == pytest.approx(law(spec(2048, batch=8)), rel=0.1)
 
 
-def test_a_rate_of_its_own_at_each_head_dim_and_mask_is_learned_and_the_launch_shared():
-    """One spec of a class is enough to place it: what its other sizes take follows from the other classes."""
-    rates = {(64, Mask()): 400.0, (64, CAUSAL): 350.0, (128, Mask()): 600.0, (128, CAUSAL): 500.0}
-
-    def at(length, head_dim, mask):
-        return spec(length, head_dim=head_dim, mask=mask)
-
-    entries = [
-        entry(at(length, *key), law(at(length, *key), 0.3, rate)) for key, rate in rates.items() for length in LENGTHS
-    ]
-    alone = at(4096, 96, Mask())
-    model = CostModel([*entries, entry(alone, law(alone, 0.3, 450.0))])
-    for length in (512, 16384):
-        asked = at(length, 96, Mask())
-        assert model.predict(PLAN, asked).time_ms == pytest.approx(law(asked, 0.3, 450.0), rel=0.2)
-    between = model.predict(PLAN, at(4096, 80, Mask()))  # no spec of that class
-    assert between.time_ms == pytest.approx(law(at(4096, 80, Mask()), 0.3, 430.0), rel=0.2)
-    assert between.error > model.predict(PLAN, at(4096, 64, Mask())).error
-    assert model.predict(OTHER, alone) is None
-
-
-def test_measured_specs_are_followed_where_they_leave_the_law():
-    slow = {length: 1.3 if length == 2048 else 1.0 for length in LENGTHS}
-    model = CostModel(entry(spec(length), law(spec(length)) * slow[length]) for length in LENGTHS)
-    assert model.predict(PLAN, spec(2048)).time_ms == pytest.approx(1.3 * law(spec(2048)), rel=0.08)
-
-
 def test_the_error_is_honest_and_grows_with_the_distance():
     """Over random plans whose times scatter around a law, about two in three must fall within one error."""
     chance = random.Random(7)

@@ -51,13 +51,6 @@ def test_what_the_host_hid_does_not_slow_down_the_shapes_beside_it(seed):
     assert found.time_ms == pytest.approx(device(asked), rel=0.08)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_the_shortest_calls_take_as_long_as_the_host(seed):
-    found = CostModel(slow_host(seed)).predict(PLAN, spec(256))
-    assert found.time_ms == pytest.approx(0.3, rel=0.3)
-    assert found.time_ms > 2 * device(spec(256))
-
-
 def test_a_call_that_repeats_itself_is_believed_where_it_leaves_the_law_and_one_that_scatters_is_not():
     def heard(scatter: float) -> float:
         odd = spec(512)
@@ -67,19 +60,6 @@ def test_a_call_that_repeats_itself_is_believed_where_it_leaves_the_law_and_one_
 
     assert heard(0.002) > 0.8
     assert heard(0.3) < 0.2
-
-
-def test_without_a_call_that_waited_the_host_is_not_seen():
-    entries = [called(spec(length), 0.0) for length in LENGTHS[1:]]
-    fit = Fit(entries)
-    assert all(each.heard > 0.9 for each in fit.residuals.values())
-    assert fit.predict(spec(512))[0] == pytest.approx(device(spec(512)), rel=0.1)
-
-
-def test_no_host_takes_as_long_as_a_long_call_however_that_scatters():
-    entries = [called(spec(length, batch=16), 0.0) for length in LENGTHS[-2:]]
-    unsteady = [Entry(each.spec, PLAN, "ok", each.time_ms, 0.9 * each.time_ms, each.errors) for each in entries]
-    assert CostModel(unsteady).predict(PLAN, spec(2048, batch=16)).time_ms < 0.3 * unsteady[0].time_ms
 
 
 def test_a_few_queries_leave_most_of_a_gpu_idle():

@@ -77,12 +77,6 @@ def test_a_scaled_choice_says_so_wherever_it_is_shown(by, length):
     assert "error of the prediction" in str(choice)
 
 
-def test_a_measured_choice_names_no_other_gpu(by):
-    choice = by(Known.of(table(slow=300, fast=500)))
-    assert (choice.basis, choice.hint) == ("measured", None)
-    assert {each["scaled_from"] for each in choice.to_dict()["candidates"]} == {None}
-
-
 def test_a_named_plan_is_explicit_and_gets_no_advice(by):
     choice = by(known(slow=300, fast=500), backend="slow:bf16")
     assert (choice.basis, choice.chosen.basis, choice.hint) == ("explicit", "scaled", None)
@@ -117,23 +111,6 @@ def test_a_table_of_this_gpu_decides_where_it_knows_the_class(by):
     assert {each.basis for each in other.candidates if each.time_ms} == {"scaled"}  # times of two machines never meet
     swapped = Known(tables.tables[::-1])
     assert by(swapped, spec(6000)).basis == "predicted"
-
-
-def test_tables_predict_together_and_the_one_that_knows_more_counts_for_more(by):
-    """This GPU's table has one length, far from the others; between them the other GPU's has three."""
-    own = table(H100, lengths=(512,), slow=500, fast=300)
-    other = scaled(table(slow=300, fast=500, fp8=800), H100)
-    far, near = (
-        {str(each.plan): each for each in by(Known((own, other)), spec(length), fp8=True).candidates}
-        for length in (640, 8192)
-    )
-    alone = {str(each.plan): each for each in by(Known.of(other), spec(8192), fp8=True).candidates}
-    assert far["slow:bf16"].time_ms < far["fast:bf16"].time_ms
-    assert near["fast:bf16"].time_ms < near["slow:bf16"].time_ms
-    assert {each.basis for each in (near["slow:bf16"], near["fast:bf16"])} == {"predicted"}
-    assert (near["fast:fp8"].basis, near["fast:fp8"].scaled_from) == ("scaled", "NVIDIA H200")  # it alone has it
-    assert all(near[name].time_error <= alone[name].time_error for name in near)
-    assert near["fast:fp8"].time_ms == alone["fast:fp8"].time_ms
 
 
 def test_the_lead_of_a_plan_that_one_table_knows_over_one_that_the_other_knows_is_doubted_most(by):

@@ -1,7 +1,5 @@
 """The selector: fastest within the budget, nothing quietly, and reasons for everyone who lost."""
 
-import math
-
 import pytest
 from choices import entry, pick, spec, table, verdicts
 from fakes import FakeBackward, FakeForward, fake_backend, fake_registry
@@ -27,35 +25,11 @@ def test_measured_times_decide_and_fp8_waits_to_be_asked():
     assert "1.5 times" in slow.reasons[0]
 
 
-@pytest.mark.parametrize(
-    ("budget", "plan"), [(None, "fast:fp8"), (0.1, "fast:fp8"), (0.089, "fast:bf16"), (0.06, "fast:bf16")]
-)
-def test_the_budget_holds_over_every_input_family(budget, plan):
-    choice = pick(fp8=True, max_error=budget)
-    assert str(choice.plan) == plan
-    if plan != "fast:fp8":
-        lost = next(each for each in choice.candidates if each.plan.fp8)
-        assert lost.verdict == "inaccurate"
-        assert "outlier" in lost.reasons[0]
-
-
 def test_unmeasured_machines_follow_the_declared_order_and_get_one_hint():
     choice = pick(table=table())
     assert (str(choice.plan), choice.basis) == ("slow:bf16", "rule")
     assert "attnbench sweep" in choice.hint
     assert verdicts(pick(table=table(), fp8=True))["fast:fp8"] == "unmeasured"
-
-
-@pytest.mark.parametrize("status", ["crashed", "timeout", "oom", "error"])
-def test_what_failed_when_it_was_measured_is_not_chosen(status):
-    failed = Entry(spec(), Plan("slow:bf16"), status, reason="it broke")
-    assert verdicts(pick(table=table(failed)))["slow:bf16"] == "unmeasured"
-    assert str(pick(table=table(failed)).plan) == "fast:bf16"
-
-
-def test_a_non_finite_error_is_never_within_a_budget():
-    wild = table(entry("fast:bf16", 0.1, normal=math.inf), entry("slow:bf16", 3.0))
-    assert str(pick(table=wild, max_error=1e9).plan) == "slow:bf16"
 
 
 def grid(**times: dict[int, float]) -> Table:
@@ -119,14 +93,6 @@ def test_one_draw_twice_as_large_warns_of_all_shapes():
         assert pick(asked, table=tight, fp8=True).plan.fp8
         assert not pick(asked, table=planted, fp8=True).plan.fp8
         assert pick(asked, table=planted, fp8=True, max_error=0.3).plan.fp8
-
-
-def test_errors_that_hardly_differ_leave_a_plan_eligible_close_to_its_budget():
-    even, uneven = [0.09] * 8, [0.06, 0.11, 0.05, 0.1, 0.06, 0.11, 0.05, 0.1]
-    for errors, allowed in ((even, True), (uneven, False)):
-        choice = pick(spec(seqlen_q=3000), table=outliers(*errors), fp8=True, max_error=0.12)
-        assert choice.plan.fp8 == allowed
-        assert fp8(choice).needs > 0.09
 
 
 def test_a_fault_at_one_head_dimension_is_not_averaged_away():
@@ -225,13 +191,6 @@ def test_one_shape_of_the_user_s_own_hides_no_sweep_of_its_neighbours(monkeypatc
     assert str(pick(spec(batch=2, seqlen_q=4096), table=None).plan) == "fast:bf16"
 
 
-def test_times_of_two_machines_do_not_meet_in_one_choice(monkeypatch):
-    user = table(entry("slow:bf16", 1.0))
-    shipped = table(*(entry("fast:bf16", 0.01, spec(seqlen_q=length)) for length in (512, 2048)))
-    monkeypatch.setattr("attnbench.choosing.selector.known_tables", lambda device: Known((user, shipped)))
-    assert str(pick(table=None).plan) == "slow:bf16"
-
-
 def test_noise_is_half_the_spread_of_both_between_its_bounds():
     def winner(ratio: float, spread: float) -> str:
         rows = [Entry(spec(), Plan(name), "ok", time, time * spread, {"normal": 0.002})
@@ -285,26 +244,6 @@ def test_in_training_more_queries_are_as_much_unmeasured_as_more_keys(growth, ve
     assert fp8.verdict == verdict
     assert fp8.declared_beyond == (None if growth is None else 1024)
     assert ("declared beyond 1024 keys" in str(choice)) is (growth is not None)
-
-
-def test_an_error_is_never_interpolated_into():
-    """Within the budget here, beyond it there: what lies between, and what lies below, is not vouched for."""
-
-    def at(length, error):
-        return entry("fast:fp8", length / 1e4, spec(seqlen_q=length), normal=0.05, outlier=error)
-
-    rest = [entry("slow:bf16", length / 1e3, spec(seqlen_q=length)) for length in (512, 2048, 8192)]
-    rising = table(*rest, at(512, 0.06), at(2048, 0.075), at(8192, 0.2))
-    falling = table(*rest, at(512, 0.2), at(2048, 0.075), at(8192, 0.06))
-    for length, written, allowed in (
-        (512, rising, True), (2048, rising, True), (8192, rising, False), (1024, rising, False), (4096, rising, False),
-        (512, falling, False), (1024, falling, False), (2048, falling, True), (4096, falling, False),
-    ):  # fmt: skip
-        choice = pick(spec(seqlen_q=length), table=written, fp8=True, max_error=0.1)
-        assert choice.plan.fp8 == allowed, length
-    # At a shape that was measured its own error counts, elsewhere also how much errors differ.
-    assert pick(spec(seqlen_q=2048), table=rising, fp8=True, max_error=0.085).plan.fp8
-    assert not pick(spec(seqlen_q=1024), table=rising, fp8=True, max_error=0.085).plan.fp8
 
 
 @pytest.mark.parametrize("status", ["crashed", "timeout", "oom", "error"])

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attnbench import api, attention, explain, use_backend
 from attnbench.dispatch import memory
-from attnbench.errors import BudgetError, InputError, RefusedError, UnknownBackendError
+from attnbench.errors import BudgetError, InputError, RefusedError
 from attnbench.kernels.execution import Execution
 from attnbench.problem.fp8 import Recipe, quantise
 from attnbench.state import Cache
@@ -113,13 +113,6 @@ def test_what_only_refuses_is_part_of_the_key():
         attention(q.float(), k, v)
     with pytest.raises(InputError, match="length"):
         attention(q, k[:, :, 1:], v)
-
-
-def test_errors_are_not_remembered():
-    q, k, v = tensors()
-    for _ in range(2):
-        with pytest.raises(UnknownBackendError):
-            attention(q, k, v, backend="nobody")
 
 
 def test_forgetting_asks_again(monkeypatch):

@@ -291,13 +291,6 @@ def _backward(out: Tensor, leaf: Tensor, do: Tensor) -> Tensor:
     return leaf.grad
 
 
-def test_autocast_casts_packed_tensors() -> None:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = attention(X, X, X, layout="thd", cu_seqlens_q=starts([4, 5]))
-    assert isinstance(out, Tensor)
-    assert out.dtype == torch.bfloat16
-
-
 def test_a_guard_says_that_it_checks_no_such_batch() -> None:
     with (
         pytest.warns(AttnbenchWarning, match="packed and padded batches are not checked"),

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from attnbench import attention, explain, freeze
 from attnbench.cli import app
@@ -111,14 +110,6 @@ def test_compiled_programs_follow_the_file(path, ran):
     assert torch.equal(function(*x), expected)
     assert ran == [usual]
     torch._dynamo.reset()
-
-
-def test_checkpoints_compute_again_what_the_file_says(path, ran):
-    x = tensors(grad=True)
-    other = freeze_other(path, {}, x=x)
-    with freeze(path, missing="raise"):
-        checkpoint(attention, *x, use_reentrant=False).sum().backward()
-    assert ran == [other] * 2
 
 
 def test_an_export_of_dynamic_shapes_asks_the_file_that_is_open(path, ran):

@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 from tiny_models import error
 from torch import nn
 
-from attnbench import attention, use_backend
+from attnbench import use_backend
 from attnbench.errors import AttnbenchWarning, InputError, NoPlanError, RefusedError, UnknownBackendError
 from attnbench.integrations.sdpa import replaced
-from attnbench.kernels.contract import Result
-from attnbench.kernels.registry import registry
 
 FP8 = {"backend": "emulated", "dtype": "fp8"}  # differs from torch by more than rounding, which shows who answered
 
@@ -121,26 +119,6 @@ def test_the_innermost_of_nested_blocks_holds():
             F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)  # torch's, not the outer block's
         assert outer.served == 1
     assert error(out, F.scaled_dot_product_attention(q, q, q)) < 1e-6
-
-
-def test_kernels_that_call_sdpa_themselves_mean_torchs(monkeypatch):
-    kernel, asked = registry().forward("reference:fp32"), []
-
-    def run(operands):
-        asked.append(operands.spec)
-        q, k, v = operands.tensors()
-        return Result(F.scaled_dot_product_attention(q, k, v), torch.zeros(q.shape[:3]))
-
-    monkeypatch.setattr(kernel, "run", run)
-    q = tensor(1, 2, 16, 16).detach()
-    with replaced(**FP8) as calls:
-        out = attention(q, q, q, backend="reference:fp32")
-    assert is_torchs(out, q)
-    assert (len(asked), calls.served) == (1, 0)
-    with replaced("reference:fp32") as outer, replaced("reference:fp32") as inner:
-        out = F.scaled_dot_product_attention(q, q, q)
-    assert is_torchs(out, q)
-    assert (len(asked), outer.served, inner.served) == (2, 0, 1)
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -196,28 +196,6 @@ def test_lengths_of_another_type_are_converted_once_for_all_layers_and_anew_when
             assert error(found, model(x, position_ids=positions, use_cache=False).logits) < 1e-5
 
 
-def test_the_padding_reaches_nothing_and_gets_no_gradient(calls):
-    named, real = padded("left")
-    model, ours = decoders("Gemma3TextConfig", MODELS["Gemma3"][1])
-    embedded = ours.get_input_embeddings()(named["input_ids"]).detach()
-    wrong = embedded.masked_fill(~real[..., None], torch.nan)
-    with torch.no_grad():
-        found = ours(inputs_embeds=wrong, attention_mask=named["attention_mask"]).logits
-        wanted = model(inputs_embeds=embedded, attention_mask=named["attention_mask"]).logits
-    assert error(found[real], wanted[real]) < 1e-5
-    attend = transformers.AttentionInterface._global_mapping["attnbench"]
-    mask = causal_mask(ours.config, embedded, named["attention_mask"])
-    q = torch.randn(3, 4, 20, 16).masked_fill(~real[:, None, :, None], torch.nan).requires_grad_()
-    k, v = (torch.randn(3, 2, 20, 16).masked_fill(~real[:, None, :, None], torch.nan).requires_grad_() for _ in "kv")
-    out, _ = attend(torch.nn.Module(), q, k, v, mask)
-    assert torch.equal(out == 0, ~real[..., None, None].expand(out.shape))
-    out.square().sum().backward()
-    for each in (q, k, v):
-        assert each.grad.isfinite().all()
-        assert not each.grad.transpose(1, 2)[~real].any()
-        assert each.grad.transpose(1, 2)[real].any()
-
-
 def test_a_layer_of_other_rows_is_not_given_these_sequences(calls):
     """As torch does, a mask of one row is shared by all; packed rows of such a layer are not as many."""
     _, ours = decoders("LlamaConfig", DECODER)

@@ -15,10 +15,8 @@ from command_line import attnbench
 from hypothesis import given
 from hypothesis import strategies as st
 from places import ROOT
-from planted import healthy
 
 from attnbench.errors import InputError
-from attnbench.kernels.contract import Availability, Backend
 from attnbench.kernels.registry import Registry
 from attnbench.state import forget
 from attnbench.tables.environment import Environment, own_commit
@@ -31,21 +29,6 @@ GPU = Environment(
     uuid_hash="0123456789ab", clock_mhz=1980, power_cap_w=700, memory_bytes=150_754_820_096, commit="7968c17372e6",
 )  # fmt: skip
 CPU = replace(GPU, device_type="cpu", device_name="a CPU", device_count=1, capability=None, cuda=None, cudnn=None)
-
-
-def test_this_machine_is_described_and_compares_equal_to_itself():
-    here = Environment.detect(torch.device("cpu"), healthy())
-    assert here.device_type == "cpu"
-    assert here.device_name == here.cpu
-    assert torch.__version__.startswith(here.torch)
-    assert "+" not in here.torch
-    assert here.threads == torch.get_num_threads()
-    assert set(here.backends) == {"reference", "wide", "small", "picky"}
-    again = Environment.from_dict(json.loads(json.dumps(here.to_dict())))
-    assert again == here
-    assert again.key == here.key
-    assert hash(again) == hash(here)
-    assert here.differences(again) == ([], [])
 
 
 ONE, TWO = "00000000-aaaa-bbbb-cccc-000000000001", "00000000-aaaa-bbbb-cccc-000000000002"
@@ -79,63 +62,6 @@ def test_what_nvml_does_not_tell_is_none(monkeypatch, fault):
     assert here.clock_mhz is here.power_cap_w is None
     assert (here.driver is None) == (fault in ("no library", "no driver"))
     assert here.uuid_hash is not None
-
-
-def test_a_cpu_has_no_gpu_facts(monkeypatch):
-    fake_nvml.install(monkeypatch, fake_nvml.Board(f"GPU-{ONE}"))
-    here = Environment.detect(torch.device("cpu"), Registry(()))
-    assert here.uuid_hash is here.clock_mhz is here.power_cap_w is here.memory_bytes is here.driver is None
-
-
-def test_origins_are_those_of_usable_backends_that_say_so():
-    answers = {
-        "told": Availability(version="1", origin="a-distribution"),
-        "untold": Availability(version="1"),
-        "absent": Availability(reason="it is not there", origin="a-distribution"),
-        "garrulous": Availability(version="1" * 999, origin="x" * 999),
-    }
-    backends = [Backend(name, "a backend", lambda answer=answer: answer, ()) for name, answer in answers.items()]
-    here = Environment.detect(torch.device("cpu"), Registry(backends))
-    assert set(here.backends) == {"told", "untold", "garrulous"}
-    assert here.origins == {"told": "a-distribution", "garrulous": "x" * 256}
-
-
-@pytest.mark.parametrize("name", ["device_name", "capability", "cuda", "cudnn", "torch", "triton"])
-def test_what_binds_on_a_gpu(name):
-    other = replace(GPU, **{name: "9.9"})
-    assert other.key != GPU.key
-    hard, soft = GPU.differences(other)
-    assert hard == [f"{name} was {getattr(GPU, name)}, is 9.9"]
-    assert soft == []
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("driver", "1.0"),
-        ("threads", 3),
-        ("uuid_hash", "0" * 12),
-        ("clock_mhz", 1755),
-        ("commit", "abcdef0-dirty"),
-    ],
-)
-def test_what_does_not_bind_on_a_gpu(name, value):
-    other = replace(GPU, **{name: value})
-    assert other.key == GPU.key
-    assert GPU.differences(other) == ([], [f"{name} was {getattr(GPU, name)}, is {value}"])
-
-
-def test_the_number_of_threads_binds_on_a_cpu():
-    other = replace(CPU, threads=1)
-    assert other.key != CPU.key
-    assert CPU.differences(other)[0] == ["threads was 16, is 1"]
-
-
-def test_another_version_of_a_backend_is_hard_and_another_backend_soft():
-    other = replace(GPU, backends={"fa3": "0.5", "te": "2.0"})
-    hard, soft = GPU.differences(other)
-    assert hard == ["the backend fa3 was 0.4.2, is 0.5"]
-    assert soft == ["the backend fa4 is no longer available", "the backend te was not available"]
 
 
 def older(environment: Environment) -> Environment:

@@ -133,39 +133,6 @@ def test_another_gpu_s_is_scaled_where_it_can_be_and_ignored_where_not(folder):
     assert known_tables(GPU).note is None
 
 
-def test_what_is_of_this_gpu_comes_before_what_is_scaled(folder, shipped):
-    table(1.0, 1.0, environment=H200).save(folder / "a.json")
-    table(2.0).save(folder / "b.json")
-    table(3.0, 3.0, environment=H200).save(shipped / "nvidia-h200.json")
-    assert times() == {"fast:bf16": 2.0}
-    (found,) = known_tables(GPU).tables
-    assert found.scaled_from is None
-
-
-def test_the_tables_of_other_gpus_come_after_the_one_shipped_for_this_gpu(folder, shipped):
-    far = SPEC.replace(head_dim=128)
-    table(1.0, environment=H200, spec=far).save(folder / "a.json")
-    table(2.0).save(shipped / "nvidia-h100-80gb-hbm3.json")
-    table(3.0, environment=H200, spec=far).save(shipped / "nvidia-h200.json")
-    assert [each.scaled_from for each in known_tables(GPU).tables] == [None, "NVIDIA H200"]
-    (shipped / "nvidia-h100-80gb-hbm3.json").unlink()
-    forget()
-    assert [each.scaled_from for each in known_tables(GPU).tables] == ["NVIDIA H200"]
-
-
-def test_a_backend_of_another_version_is_dropped_from_every_kind(folder, shipped):
-    old = {"fast": "0.9", "slow": "1.0"}
-    table(1.0, 2.0, environment=replace(H100, backends=old)).save(folder / "a.json")
-    table(1.0, 2.0, environment=replace(H200, backends=old, torch=H200.torch), spec=SPEC.replace(batch=2)).save(
-        shipped / "nvidia-h200.json"
-    )
-    assert times().keys() == times(SPEC.replace(batch=2)).keys() == {"slow:bf16"}
-    known = known_tables(GPU)
-    assert known.dropped == {"fast": "measured with fast 0.9, here is 1.0"}
-    assert "a.json of ATTNBENCH_TABLES is used in part" in known.note
-    assert "scaled from NVIDIA H200, is used in part" in known.note
-
-
 def test_many_tables_with_something_to_report_make_a_short_note(folder):
     for number in range(40):
         elsewhere = replace(H100, python=f"3.{number}.99")

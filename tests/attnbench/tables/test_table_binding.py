@@ -58,28 +58,6 @@ def test_the_same_environment_and_another_gpu_of_the_model_say_nothing():
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"device_name": "NVIDIA H100 80GB HBM3"},
-        {"capability": "10.0"},
-        {"device_type": "cpu"},
-    ],
-)
-def test_another_device_refuses_all(changes):
-    ((name, value),) = changes.items()
-    found = binding(**changes)
-    assert found.refused[0] == f"{name} was {getattr(THERE, name)}, is {value or 'absent'}"
-    assert found.usable(TABLE).entries == {}
-
-
-def test_on_a_cpu_the_number_of_threads_is_the_device():
-    cpu = replace(THERE, device_type="cpu", device_name="A CPU", capability=None)
-    table = Table(cpu, TABLE.entries)
-    assert Binding.between(table, replace(cpu, threads=1), registry()).refused == ("threads was 16, is 1",)
-    assert binding(threads=1).refused == ()
-
-
-@pytest.mark.parametrize(
     ("changes", "gone", "said"),
     [
         (installed(te="2.21.0"), {"te:fp8"}, "measured with te 2.20.2, here is 2.21.0"),

@@ -91,13 +91,6 @@ def test_two_cases_of_one_sweep_that_ask_the_same_count_as_the_worse():
             assert not entry.usable
 
 
-def test_the_check_that_found_a_plan_inaccurate_is_kept():
-    (entry,) = join_sweeps({"one": [row(status="inaccurate", check="stale")]}).condensed().entries.values()
-    assert (entry.check, entry.usable) == ("stale", False)
-    (entry,) = join_sweeps({"one": [row(status="inaccurate", check="error")]}).condensed().entries.values()
-    assert (entry.check, entry.usable) == ("error", True)
-
-
 def test_the_environment_is_the_newest_row_s_with_every_backend_that_any_knew():
     first = replace(HERE, backends={"fast": "1.0"}, origins={"fast": "a"}, driver="1", commit="abcdef0")
     later = replace(HERE, backends={"slow": "1.0"}, origins={"slow": "b"}, driver="2", commit="1234567-dirty")

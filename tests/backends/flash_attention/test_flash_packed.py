@@ -108,16 +108,6 @@ def test_the_scale_of_a_sequence_depends_on_no_other() -> None:
     assert torch.equal(before[:, :, 33:], after[:, :, 33:])
 
 
-@pytest.mark.parametrize("name", ["fa3:fp8", "fa4:bf16"])
-def test_head_dimensions_are_padded_and_cut_as_for_one_length(name) -> None:
-    (q, k, v, _), lengths, spec = batch(SQUARE, Mask(right=0), head_dim=40, head_dim_v=24)
-    assert served(name, spec)
-    result = FORWARDS[name].run(FORWARDS[name].prepare(Inputs(q, k, v, lengths), spec))
-    own = next(lengths.sequences(spec, q, k))
-    alone = FORWARDS[name].prepare(Inputs(own.q(q), own.kv(k), own.kv(v)), own.spec)
-    assert torch.equal(own.q(result.out), FORWARDS[name].run(alone).out)
-
-
 def test_what_has_no_gradients_or_is_padded_is_refused() -> None:
     spec = batch(SQUARE, Mask())[2]
     assert "not a packed batch" in " ".join(BACKWARDS["fa3:bf16"].refusals(spec, H200))

@@ -264,13 +264,6 @@ def test_a_cache_folder_that_cannot_be_written_is_refused_on_every_device(
         assert "cannot write its cache folder" in refused_afresh(device)
 
 
-def test_the_backward_follows_its_own_forward_alone() -> None:
-    for name, backward in BACKWARDS.items():
-        assert backward.cannot_follow(FORWARDS[name], H200) is None
-        other = "flex:bf16" if name == "flex:fp8" else "flex:fp8"
-        assert backward.cannot_follow(FORWARDS[other], H200) is not None
-
-
 def test_an_fp8_backward_is_refused_for_a_reason_and_16_bits_can_follow() -> None:
     spec = spec_of(64, 64, Mask(), head_dim=64, direction="training")
     backward = BACKWARDS["flex:fp8"]
