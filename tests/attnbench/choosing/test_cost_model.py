@@ -60,13 +60,6 @@ def test_the_error_is_honest_and_grows_with_the_distance():
     assert errors[0] < errors[3]
 
 
-@pytest.mark.parametrize("apart", [{"kv_heads": 4}, {"softcap": 20.0}, {"mask": CAUSAL}, {"head_dim": 96}], ids=str)
-def test_another_kind_of_spec_is_predicted_with_a_wider_error(apart):
-    model = CostModel(entry(spec(length), law(spec(length))) for length in LENGTHS)
-    near, far = (model.predict(PLAN, spec(**more)) for more in ({}, apart))
-    assert far.error > 1.05 * near.error
-
-
 def test_bytes_of_a_packed_batch_are_those_of_its_tokens():
     """Not of as many sequences as the longest."""
     at = [spec(length, batch) for length in LENGTHS for batch in (4, 16)]

@@ -1,7 +1,5 @@
 """Calls that waited for the host: told apart by what a made-up machine or the committed rows know of the device."""
 
-import math
-import random
 from statistics import NormalDist, median
 
 import numpy as np
@@ -33,22 +31,6 @@ def called(at: AttentionSpec, host: float, scatter: float = 0.2) -> Entry:
     waited = host > device(at)
     time = max(host, device(at))
     return Entry(at, PLAN, "ok", time, time * (scatter if waited else 0.01), {"normal": 0.002})
-
-
-def slow_host(seed: int = 0, scatter: float = 0.2) -> list[Entry]:
-    """Two masks at all lengths; the host takes a third of a millisecond, now more and now less."""
-    chance = random.Random(seed)
-    specs = [spec(length, mask=mask) for length in LENGTHS for mask in (Mask(), Mask(right=0))]
-    return [called(at, math.exp(chance.gauss(math.log(0.3), 0.25)), scatter) for at in specs]
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_what_the_host_hid_does_not_slow_down_the_shapes_beside_it(seed):
-    """Half of the calls of this plan waited: they may not make the first that did not look slower than it is."""
-    entries = slow_host(seed)
-    asked = spec(4096, mask=Mask(right=0))  # 0.48 ms, beside shorter ones that all waited
-    found = CostModel(each for each in entries if each.spec != asked).predict(PLAN, asked)
-    assert found.time_ms == pytest.approx(device(asked), rel=0.08)
 
 
 def test_a_call_that_repeats_itself_is_believed_where_it_leaves_the_law_and_one_that_scatters_is_not():

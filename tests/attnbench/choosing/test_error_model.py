@@ -51,16 +51,6 @@ def test_a_new_draw_stays_below_in_95_of_100(spread):
     assert sum(above) <= 0.05 * len(above)
 
 
-def test_few_measurements_say_less_than_many_and_far_ones_less_than_near_ones():
-    def needed(count: int, at: AttentionSpec) -> float:
-        model = ErrorModel(entry(spec(keys=1024 + each), 0.1) for each in range(count))
-        return model.predict(PLAN, at)[0]
-
-    assert 0.1 < needed(50, spec()) < needed(5, spec()) < needed(1, spec()) < 0.2
-    assert needed(5, spec()) < needed(5, spec(256)) < needed(5, spec(512))
-    assert needed(5, spec()) < needed(5, spec(mask=Mask(None, 0)))
-
-
 def test_plans_families_and_directions_do_not_mix():
     other = Plan("te:fp8")
     model = ErrorModel([entry(spec(), 0.05), entry(spec(), 0.3, "normal"), entry(spec(), 0.9, plan=other)])

@@ -10,7 +10,6 @@ from fakes import FakeForward, an_environment, fake_backend, fake_registry
 
 from attnbench import AttentionSpec, Plan
 from attnbench.choosing import table_advice
-from attnbench.choosing.fresh_regret import fresh_scores
 from attnbench.choosing.selector import choose
 from attnbench.choosing.table_advice import warn_of_rule
 from attnbench.errors import AttnbenchWarning, NoPlanError
@@ -90,16 +89,6 @@ def test_fp8_is_chosen_by_the_errors_of_the_other_gpu(by):
         by(known(slow=300, fast=500), max_error=1e-4)
 
 
-def test_a_lead_within_the_error_of_scaling_is_none(by):
-    """Measured there, 4 % decide; scaled they do not, and margins say by how much they would have to differ."""
-    rates = {"slow": 400, "fast": 416}
-    assert str(by(Known.of(table(**rates))).plan) == "fast:bf16"
-    choice = by(known(**rates))
-    assert choice.margin.noise >= 0.05
-    assert choice.margin.inside_noise
-    assert not by(known(slow=400, fast=600)).margin.inside_noise
-
-
 def test_a_table_of_this_gpu_decides_where_it_knows_the_class(by):
     own = table(H100, lengths=(8192,), slow=500, fast=300)
     tables = Known((own, scaled(table(slow=300, fast=500), H100)))
@@ -119,14 +108,6 @@ def test_the_lead_of_a_plan_that_one_table_knows_over_one_that_the_other_knows_i
     together = by(Known.of(table(H100, lengths=(1024, 4096), slow=500, fast=520)), spec(2048)).margin
     assert apart.noise > together.noise
     assert apart.inside_noise
-
-
-def test_regret_counts_a_scaled_choice_as_scaled():
-    truth = table(H100, slow=300, fast=500)
-    scores = list(fresh_scores(truth, known(slow=300, fast=500), KNOWN))
-    assert scores
-    assert {score.basis for score in scores} == {"scaled"}
-    assert all(score.regret == 0 for score in scores)
 
 
 # --- one warning a GPU ---

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnbench import AttentionSpec, attention, explain, use_backend
 from attnbench.dispatch.question import Question
-from attnbench.errors import BudgetError, InputError, NoPlanError, RefusedError, UnknownBackendError
+from attnbench.errors import InputError, UnknownBackendError
 from attnbench.kernels.contract import Inputs, Operands
 from attnbench.kernels.execution import Execution
 from attnbench.problem.fp8 import Recipe, quantise
@@ -145,19 +145,6 @@ def test_a_scale_for_each_key_head_serves_its_group():
     assert torch.equal(per_kv, per_q)
 
 
-def test_fp8_is_opted_into():
-    q, k, v = tensors()
-    for closed in (explain(q, k, v), explain(q, k, v, dtype="bf16", max_error=0.5)):
-        assert all(not each.plan.fp8 for each in closed.candidates if each.verdict in ("chosen", "eligible"))
-        assert any(each.verdict == "not asked for" for each in closed.candidates)
-    for opened in (explain(q, k, v, dtype="fp8"), explain(q, k, v, max_error=0.5)):
-        assert not any(each.verdict == "not asked for" for each in opened.candidates)
-    assert relative_l2(attention(q, k, v, backend="emulated:fp8"), attention(q, k, v)) > 0.01
-    with pytest.raises(RefusedError, match="FP8"):
-        attention(q, k, v, backend="emulated")
-    assert explain(q, k, v, backend="emulated", dtype="fp8").plan.fp8
-
-
 def test_argument_beats_context_beats_variable(monkeypatch):
     q, k, v = tensors()
     monkeypatch.setenv("ATTNBENCH_BACKEND", "reference:fp64")
@@ -179,32 +166,6 @@ def test_argument_beats_context_beats_variable(monkeypatch):
 def test_a_context_that_cannot_be_is_refused_as_it_opens(wish):
     with pytest.raises((InputError, UnknownBackendError)), use_backend(**wish):
         pytest.fail("the block must not run")
-
-
-@pytest.mark.parametrize("backend", ["reference:fp32", "sdpa-math", "emulated:fp8"])
-def test_autocast_does_not_narrow_a_kernel(backend):
-    """Which may compute in fp32 what comes and goes in bf16."""
-    q, k, v = (x.requires_grad_() for x in tensors())
-    answers = []
-    for enabled in (False, True):
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
-            out = attention(q, k, v, is_causal=True, backend=backend)
-            answers.append([out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))])
-    assert all(torch.equal(one, two) for one, two in zip(*answers, strict=True))
-
-
-def test_an_explicit_choice_that_cannot_be_honoured_says_who_could():
-    q, k, v = tensors()
-    with pytest.raises(RefusedError) as caught:
-        attention(q, k, v, backend="sdpa-flash", softcap=3.0)
-    assert "softcap" in str(caught.value)
-    assert any(plan.startswith("reference") for plan in caught.value.alternatives)
-    with pytest.raises(RefusedError, match="fp32"):
-        attention(q, k, v, backend="sdpa-flash:fp32")
-    with pytest.raises(BudgetError, match="max_error"):
-        attention(q, k, v, backend="emulated:fp8", max_error=1e-6)
-    with pytest.raises(NoPlanError):
-        attention(q, k, v, max_error=1e-15)
 
 
 BAD = {

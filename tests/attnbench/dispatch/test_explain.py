@@ -91,18 +91,6 @@ def test_every_plan_says_what_became_of_it():
     assert data["margin"] == {"runner_up": "slow:bf16", "gap": 0.25, "noise": 0.01, "inside_noise": False}
 
 
-def test_a_prediction_is_told_from_a_measurement():
-    def at(length):
-        return SPEC.replace(seqlen_q=length, seqlen_kv=length)
-
-    rows = [entry(plan, length / 1000 * factor, 0.002, at=at(length))
-            for length in (512, 2048, 8192) for plan, factor in (("slow:bf16", 2.0), ("fast:bf16", 1.0))]  # fmt: skip
-    choice = pick(*rows, spec=at(1024))
-    assert choice.basis == choice.to_dict()["candidates"][0]["basis"] == "predicted"
-    assert "by prediction from measured neighbours" in str(choice)
-    assert "error of the prediction" in str(choice)
-
-
 def test_json_holds_what_it_has_no_number_for():
     wild = entry("fast:bf16", 0.5, math.inf)
     data = json.loads(json.dumps(pick(wild, FOUR[0]).to_dict(), allow_nan=False))

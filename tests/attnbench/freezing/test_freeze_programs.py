@@ -9,7 +9,6 @@ import torch
 
 from attnbench import attention, explain, freeze
 from attnbench.cli import app
-from attnbench.dispatch import memory
 from attnbench.errors import FrozenError, InputError, RefusedError
 from attnbench.freezing.file import Frozen
 from attnbench.kernels.execution import Execution
@@ -72,21 +71,6 @@ def test_the_command_line_explains_by_a_file(path, capsys):
     assert json.loads(capsys.readouterr().out)["frozen_in"] == str(path)
     with pytest.raises(FrozenError, match="s65"):
         app([*asked, "65"], standalone_mode=False)
-
-
-def test_memories_are_dropped_at_start_and_stop_and_used_in_between(path, ran, monkeypatch):
-    x = tensors()
-    other = freeze_other(path, {})
-    attention(*x)
-    with freeze(path, missing="raise"):
-        attention(*x)
-        with monkeypatch.context() as patch:
-            patch.setattr(memory, "decide", lambda question: pytest.fail("asked again"))
-            attention(*x)
-    attention(*x)
-    usual = str(explain(*x).plan)
-    assert usual != other
-    assert ran == [usual, other, other, usual]
 
 
 def test_compiled_programs_follow_the_file(path, ran):

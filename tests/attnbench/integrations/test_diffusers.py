@@ -1,7 +1,6 @@
 """Models of diffusers around our attention: what its native backend computes, or a sentence that says why not."""
 
 import copy
-import pickle
 import sys
 
 import pytest
@@ -108,17 +107,6 @@ def test_what_cannot_be_served_is_refused_and_handed_on_only_where_that_was_aske
     assert (calls.served, calls.handed_on.total()) == (1, 1)
     with pytest.raises(InputError, match="context parallelism"):
         ask(q, q, q, parallel_config=object())
-
-
-def test_the_name_is_a_backend_like_diffusers_own():
-    register("attnbench")
-    name = dispatch.AttentionBackendName("attnbench")
-    assert register("attnbench").served == 0
-    assert dispatch.AttentionBackendName("attnbench") is name is dispatch.AttentionBackendName["ATTNBENCH"]
-    assert name is dispatch.AttentionBackendName.ATTNBENCH
-    assert [each.value for each in dispatch.AttentionBackendName].count("attnbench") == 1
-    assert pickle.loads(pickle.dumps(name)) is copy.deepcopy(name) is name
-    assert dispatch.AttentionBackendName("native").value == "native"
 
 
 def masks_of_padding():

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tiny_models import error
 from torch import nn
 
-from attnbench import use_backend
 from attnbench.errors import AttnbenchWarning, InputError, NoPlanError, RefusedError, UnknownBackendError
 from attnbench.integrations.sdpa import replaced
 
@@ -78,23 +77,6 @@ def test_outputs_and_gradients_are_torchs(call):
     torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
     for mine, theirs in zip(found, gradients, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
-
-
-def test_fp8_is_opted_into_and_the_block_ends():
-    q = tensor(1, 2, 64, 16)
-    exact = F.scaled_dot_product_attention(q, q, q)
-    with replaced(**FP8) as calls:
-        out = torch.nn.functional.scaled_dot_product_attention(query=q, key=q, value=q)
-        assert 1e-3 < error(out, exact) < 0.12
-        assert calls.served == 1
-    assert is_torchs(F.scaled_dot_product_attention(q, q, q), q)
-    with replaced():
-        assert error(F.scaled_dot_product_attention(q, q, q), exact) < 1e-6
-        with use_backend(**FP8):
-            assert torch.equal(F.scaled_dot_product_attention(q, q, q), out)
-    with pytest.raises(ZeroDivisionError), replaced(**FP8):
-        _ = 1 / 0
-    assert is_torchs(F.scaled_dot_product_attention(q, q, q), q)
 
 
 def test_other_threads_are_left_alone():
@@ -209,20 +191,6 @@ def test_a_bias_that_is_learned_is_refused():
     q = tensor(1, 2, 6, 8)
     with replaced(), pytest.raises(InputError, match="biases"):
         F.scaled_dot_product_attention(q, q, q, torch.zeros(6, 6, requires_grad=True))
-
-
-def test_autocast_casts_as_it_does_for_torch():
-    q, k = tensor(1, 2, 6, 8), tensor(1, 2, 6, 8, seed=1).to(torch.bfloat16)
-    wide = q.double()
-    with torch.autocast("cpu", torch.bfloat16):
-        wanted = F.scaled_dot_product_attention(q, k, k)
-        with replaced("reference"):
-            out = F.scaled_dot_product_attention(q, k, k)
-            assert F.scaled_dot_product_attention(wide, wide, wide).dtype == torch.float64
-    assert out.dtype == wanted.dtype == torch.bfloat16
-    assert error(out, wanted) < 0.02
-    with replaced(), pytest.raises(InputError, match="one dtype"):
-        F.scaled_dot_product_attention(q, k, k)
 
 
 def test_compiled_code_is_answered_as_the_block_around_it_says():

@@ -24,17 +24,6 @@ def family(name: str, *precisions: str, backward: bool = True) -> Backend:
     return fake_backend(name, *kernels, *([FakeBackward(f"{name}:{each}") for each in precisions] if backward else []))
 
 
-def test_plans_pair_16_bit_kernels_at_home_and_fp8_forwards_with_everyone():
-    known = fake_registry(family("a", "bf16", "fp8"), family("b", "bf16", "fp16"), family("c", "fp8", backward=False))
-    assert [str(plan) for plan in known.plans(spec())] == ["a:bf16", "a:fp8", "b:bf16", "b:fp16", "c:fp8"]
-    training = {str(plan) for plan in known.plans(spec(direction="training"))}
-    assert training == {
-        "a:bf16>a:bf16", "b:bf16>b:bf16", "b:fp16>b:fp16",
-        "a:fp8>a:fp8", "a:fp8>a:bf16", "a:fp8>b:bf16",
-        "c:fp8>a:bf16", "c:fp8>b:bf16",
-    }  # fmt: skip
-
-
 def test_reasons_tell_unavailable_from_refused():
     only_64 = Capabilities(dtypes=("bf16",), head_dims=(64, 64, 1))
     known = fake_registry(

@@ -71,27 +71,6 @@ def drawn(heads: int = 4, kv_heads: int = 2, dtype: torch.dtype = torch.float32)
     return [torch.randn(shape, generator=random).to(dtype) for shape in shapes]
 
 
-def test_no_sink_at_all_is_attention_without_and_heads_keep_their_own():
-    q, k, v, _ = drawn()
-    none = torch.full((4,), -torch.inf)
-    assert torch.equal(attention(q, k, v, sinks=none), attention(q, k, v))
-    one = torch.tensor([-torch.inf, 3.0, -torch.inf, -torch.inf])
-    changed = (attention(q, k, v, sinks=one) != attention(q, k, v)).flatten(2).any(-1)
-    assert changed.tolist() == [[False, True, False, False]]
-
-
-def test_a_packed_batch_has_the_sinks_of_each_sequence_alone():
-    q, k, v, sinks = drawn()
-    cu = torch.tensor([0, 5, 12], dtype=torch.int32)
-    packed = (x[0].transpose(0, 1) for x in (q, k, v))
-    out, lse = attention(*packed, layout="thd", cu_seqlens_q=cu, is_causal=True, sinks=sinks, return_lse=True)
-    for begin, end in ((0, 5), (5, 12)):
-        alone = [x[:, :, begin:end] for x in (q, k, v)]
-        own, own_lse = attention(*alone, is_causal=True, sinks=sinks, return_lse=True)
-        assert close(out[begin:end].transpose(0, 1)[None], own.double())
-        assert close(lse[None, :, begin:end], own_lse.double())
-
-
 @pytest.mark.parametrize(
     ("sinks", "said"),
     [

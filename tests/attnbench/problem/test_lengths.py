@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -122,20 +121,6 @@ def test_the_longest_is_read_once_and_again_after_a_change(monkeypatch: pytest.M
     places.tolist = None  # type: ignore[method-assign]
     places.detach = None  # type: ignore[method-assign]  # reading it again would raise
     assert packed(q, q, places, places, None, None).longest_q == 5
-
-
-@pytest.mark.parametrize(
-    ("values", "longest", "said"), [([0, 7, 5, 9], None, "ascend"), ([0, 5, 7, 10], 9, "ascend"), ([0, 1, 9], 7, "8")]
-)
-def test_where_values_are_checked_changes_behind_torchs_back_are_noticed(
-    values: list[int], longest: int | None, said: str
-) -> None:
-    memory = np.full(len(values), 9, dtype=np.int32)
-    memory[0], places = 0, torch.from_numpy(memory)
-    assert packed(Q, Q, places, places, None, None).longest_q == 9
-    memory[:] = values
-    with pytest.raises(InputError, match=said):
-        packed(Q, Q, places, places, longest, None)
 
 
 Q = torch.zeros(1, 1, 9, 4)

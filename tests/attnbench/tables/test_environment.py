@@ -1,6 +1,5 @@
 """Environments say what must match, what is good to know, and refuse nonsense."""
 
-import hashlib
 import json
 import os
 import subprocess
@@ -34,22 +33,6 @@ CPU = replace(GPU, device_type="cpu", device_name="a CPU", device_count=1, capab
 ONE, TWO = "00000000-aaaa-bbbb-cccc-000000000001", "00000000-aaaa-bbbb-cccc-000000000002"
 
 
-def test_a_gpu_is_described_by_its_own_nvml_facts(monkeypatch):
-    other = fake_nvml.Board(f"GPU-{TWO}", highest=1755, cap=350_000)
-    fake = fake_nvml.install(monkeypatch, other, fake_nvml.Board(f"GPU-{ONE}", highest=1980, cap=700_000))
-    fake_nvml.pretend_cuda(monkeypatch, ONE, TWO)
-    first, second = (Environment.detect(torch.device("cuda", index), Registry(())) for index in range(2))
-    assert (first.clock_mhz, first.power_cap_w) == (1980, 700)
-    assert (second.clock_mhz, second.power_cap_w) == (1755, 350)
-    assert first.memory_bytes == 150_754_820_096
-    assert first.driver == "580.159.04"
-    assert first.uuid_hash == hashlib.sha256(ONE.encode()).hexdigest()[:12]
-    assert first.uuid_hash != second.uuid_hash
-    assert ONE not in json.dumps(first.to_dict())
-    assert Environment.from_dict(json.loads(json.dumps(first.to_dict()))) == first
-    assert fake.sessions == 0
-
-
 @pytest.mark.parametrize("fault", ["no library", "no driver", "another GPU", "no answer"])
 def test_what_nvml_does_not_tell_is_none(monkeypatch, fault):
     failing = dict.fromkeys(["highest", "cap"], fake_nvml.NOT_SUPPORTED)
@@ -62,14 +45,6 @@ def test_what_nvml_does_not_tell_is_none(monkeypatch, fault):
     assert here.clock_mhz is here.power_cap_w is None
     assert (here.driver is None) == (fault in ("no library", "no driver"))
     assert here.uuid_hash is not None
-
-
-def older(environment: Environment) -> Environment:
-    """As a record from before these facts were taken has it."""
-    facts = environment.to_dict()
-    for name in ("uuid_hash", "clock_mhz", "power_cap_w", "memory_bytes", "commit", "origins"):
-        del facts[name]
-    return Environment.from_dict(facts)
 
 
 def test_another_power_cap_is_hard_where_both_know_theirs():
@@ -85,17 +60,6 @@ def test_another_origin_of_a_backend_is_hard_where_both_know_it():
     assert soft == ["where fa4 come from is known on one side only"]
     gone = replace(GPU, backends={"fa4": "4.0"}, origins={})
     assert GPU.differences(gone) == ([], ["the backend fa3 is no longer available"])
-
-
-@pytest.mark.parametrize("environment", [GPU, CPU])
-def test_an_older_record_of_the_same_machine_stays_usable(environment):
-    before = older(environment)
-    assert before.key == environment.key
-    for one, another in ((before, environment), (environment, before)):
-        hard, soft = one.differences(another)
-        assert hard == []
-        assert len(soft) == 6
-    assert before.differences(older(environment)) == ([], [])
 
 
 def test_the_committed_table_binds_as_it_did_when_it_was_written():

@@ -102,25 +102,6 @@ def test_a_table_of_this_device_comes_after_the_user_s_and_before_the_shipped(fo
     assert [each.scaled_from for each in known_tables(GPU).tables] == [None, None, None]
 
 
-def test_a_spec_in_several_files_is_the_first_file_s_alone(folder, monkeypatch, tmp_path):
-    """Times of two machines must not meet: the second file knows another plan of it, and of another spec."""
-    other = tmp_path / "other"
-    other.mkdir()
-    table(1.0).save(folder / "b.json")
-    Table(H100, {**table(2.0, 3.0).entries, **table(4.0, spec=SPEC.replace(batch=2)).entries}).save(folder / "c.json")
-    table(7.0, 8.0).save(other / "a.json")
-    for value, expected in (
-        (f"{folder}{os.pathsep}{other}", {"fast:bf16": 1.0}),
-        (f"{other}{os.pathsep}{folder}{os.pathsep}{folder}", {"fast:bf16": 7.0, "slow:bf16": 8.0}),
-    ):
-        monkeypatch.setenv("ATTNBENCH_TABLES", value)
-        forget()
-        assert times() == expected
-        assert times(SPEC.replace(batch=2)) == {"fast:bf16": 4.0}
-        found = [spec for each in known_tables(GPU).tables for spec in each.specs]
-        assert len(found) == len(set(found))
-
-
 def test_another_gpu_s_is_scaled_where_it_can_be_and_ignored_where_not(folder):
     table(1.0, environment=replace(H200, device_name="NVIDIA B200", capability="10.0")).save(folder / "a.json")
     table(2.0, environment=an_environment()).save(folder / "b.json")

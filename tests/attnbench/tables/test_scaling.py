@@ -160,16 +160,6 @@ def test_the_error_of_a_scaled_time_grows_with_the_distance():
     assert 0.05 < error("NVIDIA H200") < error("NVIDIA H100 PCIe") < error("NVIDIA H20") < 0.3
 
 
-def test_less_power_is_slower_and_an_absurd_limit_does_no_harm():
-    def time(power: int | None, environment=H200) -> float:
-        here = replace(H100, power_cap_w=power)
-        return scaled(table(2.0, environment=environment), here).at(spec(batch=1))[Plan("fast:bf16")].time_ms
-
-    assert time(350) > time(500) > time(700) == time(None) == time(2**20 - 1)
-    assert time(1) == time(175) < 4.0
-    assert time(700, replace(H200, power_cap_w=1)) > 0.5  # a file may say so
-
-
 def test_a_plan_beyond_the_peak_makes_a_table_impossible(shipped):
     assert impossible(shipped) is None
     least = spec(batch=1).flops / 989.4e9

@@ -127,18 +127,6 @@ def test_what_a_file_calls_things_cannot_steer_a_terminal():
     assert all(sentence.isprintable() for sentence in (*found.soft, *found.dropped.values()))
 
 
-@pytest.mark.parametrize(
-    ("version", "release"),
-    [
-        ("2.20.1", "2.20"), ("2.20", "2.20"), ("0.4.2.post2", "0.4"), ("2.11.0+cu130", "2.11"), ("3.6.0.1", "3.6"),
-        ("4.0.0b36", "4.0.0b36"), ("2.12.0.dev20260101+cu130", "2.12.0.dev20260101+cu130"), ("2.0rc1", "2.0rc1"),
-        ("9", "9"), ("unknown", "unknown"), ("sglang 0.4.2", "sglang 0.4.2"), ("", ""),
-    ],
-)  # fmt: skip
-def test_a_release_is_two_numbers_of_a_final_version(version, release):
-    assert release_of(version) == release
-
-
 @given(st.text(max_size=30) | st.from_regex(r"[0-9]{1,12}(\.[0-9]{1,12}){0,4}(\.?(a|b|rc|dev|post)[0-9]+)?(\+x)?"))
 def test_a_release_is_asked_of_any_text(version):
     release = release_of(version)

@@ -84,31 +84,6 @@ def test_four_processes_write_one_table_and_every_read_on_the_way_is_whole():
 # --- what stays of it, and what may be used ---
 
 
-def test_it_grows_and_lets_go_of_what_another_version_measured():
-    path = update_user_table(table(one(), one("reference:bf16", 5.0)))
-    assert path == user_table_path(here())
-    update_user_table(table(one(time_ms=2.0)))
-    assert {str(each.plan): each.time_ms for each in Table.load(path).entries.values()} == {
-        "sdpa-math:bf16": 2.0, "reference:bf16": 5.0,
-    }  # fmt: skip
-    newer = other(backends={**here().backends, "reference": "99.1"})
-    update_user_table(table(one(time_ms=3.0), environment=newer))
-    assert {str(each.plan): each.time_ms for each in Table.load(path).entries.values()} == {"sdpa-math:bf16": 3.0}
-    update_user_table(table(one("reference:bf16"), environment=other(threads=here().threads + 1)))
-    assert {str(each.plan) for each in Table.load(path).entries.values()} == {"reference:bf16"}
-
-
-def test_entries_of_another_version_are_not_used_and_the_others_are():
-    versions = {**here().backends, "reference": "99.1"}
-    update_user_table(table(one(), one("reference:bf16"), environment=other(backends=versions)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        known = known_tables(CPU)
-    assert set(known.at(SPEC)) == {Plan("sdpa-math:bf16")}
-    assert known.dropped == {"reference": f"measured with reference 99.1, here is {here().backends['reference']}"}
-    assert "used in part: measured with reference 99.1" in known.note
-
-
 def test_a_soft_difference_is_used_and_said():
     update_user_table(table(one(), environment=other(python="3.9.1")))
     with warnings.catch_warnings():
@@ -154,16 +129,6 @@ def on_an_h200(monkeypatch, tmp_path):
     monkeypatch.setattr(Environment, "detect", classmethod(lambda *_: H200))
     monkeypatch.setattr("attnbench.tables.shipped._FOLDER", tmp_path)
     return tmp_path / "nvidia-h200.json"
-
-
-def test_what_may_not_be_used_of_the_user_s_leaves_its_spec_to_the_shipped_one(on_an_h200):
-    table(one("fast:bf16", 1.0), environment=H200).save(on_an_h200)
-    old = replace(H200, backends={"fast": "0.9", "slow": "1.0"})
-    update_user_table(table(one("fast:bf16", 7.0), one("slow:bf16", 8.0, SPEC.replace(batch=2)), environment=old))
-    known = known_tables(GPU)
-    assert known.at(SPEC)[Plan("fast:bf16")].time_ms == 1.0
-    assert known.at(SPEC.replace(batch=2))[Plan("slow:bf16")].time_ms == 8.0
-    assert "your table is used in part: measured with fast 0.9, here is 1.0" in known.note
 
 
 def test_a_damaged_shipped_table_costs_itself_alone(on_an_h200):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from dense import dense_attention, dense_gradients, probabilities, relative_l2, visible
@@ -158,17 +156,3 @@ def test_chunking_changes_nothing(monkeypatch):
             assert torch.equal(x.isinf(), y.isinf())
             # a sum in another order may tip a rounding of P or dS over
             assert relative_l2(x[x.isfinite()], y[y.isfinite()]) < 2e-3
-
-
-def test_what_is_not_finite_stays_visible():
-    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=40, head_dim=16, dtype="fp32", direction="training")
-    for which, bad, name in itertools.product(range(3), (torch.nan, torch.inf), ("fp8", "fp8-token", "fp8-acc13")):
-        inputs = tensors(spec)
-        inputs[which][0, 0, 7, 3] = bad
-        forward, backward = BACKEND.resolve(name)
-        operands = forward.prepare(Inputs.of(inputs[:3]), spec)
-        out, lse, _ = forward.run(operands)
-        assert not out[0, 0, 7].isfinite().all()
-        assert out[0, 1].isfinite().all()
-        grads = backward.run(Saved(operands, out, lse), inputs[3])
-        assert not all(x[0, 0].isfinite().all() for x in grads)

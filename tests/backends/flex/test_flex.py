@@ -278,22 +278,6 @@ def test_an_fp8_backward_is_refused_for_a_reason_and_16_bits_can_follow() -> Non
     assert {"flex:fp8>flex:fp8", "flex:fp8>sdpa-flash:bf16"} <= plans
 
 
-@pytest.mark.parametrize(
-    ("device", "changes", "sentence"),
-    [
-        (CPU, {}, "runs on cuda, not on cpu"),
-        (Device("cuda", "an A100", (8, 0)), {}, "needs compute capability 8.9"),
-        (B200, {}, "only below compute capability 10.0"),
-        (H200, {"head_dim": 24, "head_dim_v": 24}, "outside 32 to 256"),
-        (H200, {"dtype": "e5m2", "descale": "head"}, "not e5m2"),
-        (H200, {"dtype": "e4m3", "descale": "block"}, "not per block"),
-    ],
-)
-def test_limits_of_fp8(device: Device, changes: dict[str, object], sentence: str) -> None:
-    spec = spec_of(64, 64, Mask(), head_dim=64).replace(**changes)
-    assert sentence in " ".join(FORWARDS["flex:fp8"].refusals(spec, device))
-
-
 @pytest.mark.parametrize("given", ["bf16", "tensor", "head"])
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 def test_the_fp8_operands_stand_for_the_attention_that_was_asked_for(given: str, softcap: float) -> None:
