@@ -92,6 +92,19 @@ def recorded(models, path) -> bytes:
     return path.read_bytes()
 
 
+def test_another_model_of_gpu_is_refused(models, recorded, path):
+    with freeze(path, missing="raise"):
+        assert choose(spec(), torch.device("cuda", 3)).basis == "frozen"  # which one of its model does not matter
+    models[0] = H100
+    for missing in ("raise", "record", "choose"):
+        with freeze(path, missing=missing):
+            for asked in (spec(), spec(seqlen_q=7)):
+                with pytest.raises(FrozenError, match="recorded on NVIDIA H200, and this is NVIDIA H100"):
+                    choose(asked, GPU)
+            assert choose(spec(), CPU).basis == "frozen"
+    assert path.read_bytes() == recorded
+
+
 def test_where_cuda_is_up_another_model_of_gpu_is_refused_at_the_start(models, recorded, path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

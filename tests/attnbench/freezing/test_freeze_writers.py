@@ -9,6 +9,7 @@ from attnbench import freeze
 from attnbench.choosing.selector import choose
 from attnbench.errors import MalformedFileError
 from attnbench.freezing import file as frozen_file
+from attnbench.freezing import freeze as freezing
 
 
 def test_a_run_that_is_alone_reads_and_spells_no_choice_again(fakes, path, monkeypatch):
@@ -26,6 +27,27 @@ def test_a_run_that_is_alone_reads_and_spells_no_choice_again(fakes, path, monke
         reads = read.call_count
         choose(spec(seqlen_q=21), CPU)
         assert read.call_count > reads  # what others write is seen
+
+
+def test_a_rank_that_loses_the_race_takes_the_winners_plan(fakes, path, monkeypatch):
+    """The other one writes while this one is choosing."""
+    fakes("slow:bf16", "fast:bf16")
+    with freeze(path):
+        choose(spec(), CPU)
+    theirs = path.read_text().replace("slow", "fast")
+    path.unlink()
+    original = freezing.choose
+
+    def slowly(*args, **rest):
+        found = original(*args, **rest)
+        path.write_text(theirs)
+        return found
+
+    monkeypatch.setattr(freezing, "choose", slowly)
+    with freeze(path):
+        choice = choose(spec(), CPU)
+    assert (str(choice.plan), choice.basis) == ("fast:bf16", "frozen")
+    assert path.read_text() == theirs
 
 
 def test_a_file_that_is_damaged_meanwhile_is_an_error_and_not_overwritten(fakes, path):

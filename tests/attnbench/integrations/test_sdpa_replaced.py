@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tiny_models import error
 from torch import nn
 
+from attnbench import use_backend
 from attnbench.errors import AttnbenchWarning, InputError, NoPlanError, RefusedError, UnknownBackendError
 from attnbench.integrations.sdpa import replaced
 
@@ -77,6 +78,23 @@ def test_outputs_and_gradients_are_torchs(call):
     torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
     for mine, theirs in zip(found, gradients, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_fp8_is_opted_into_and_the_block_ends():
+    q = tensor(1, 2, 64, 16)
+    exact = F.scaled_dot_product_attention(q, q, q)
+    with replaced(**FP8) as calls:
+        out = torch.nn.functional.scaled_dot_product_attention(query=q, key=q, value=q)
+        assert 1e-3 < error(out, exact) < 0.12
+        assert calls.served == 1
+    assert is_torchs(F.scaled_dot_product_attention(q, q, q), q)
+    with replaced():
+        assert error(F.scaled_dot_product_attention(q, q, q), exact) < 1e-6
+        with use_backend(**FP8):
+            assert torch.equal(F.scaled_dot_product_attention(q, q, q), out)
+    with pytest.raises(ZeroDivisionError), replaced(**FP8):
+        _ = 1 / 0
+    assert is_torchs(F.scaled_dot_product_attention(q, q, q), q)
 
 
 def test_other_threads_are_left_alone():

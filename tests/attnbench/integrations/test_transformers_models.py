@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 import torch
-from tiny_models import SOFTCAPPED, TOKENS, WINDOWED, decoders, error, tokens
+from tiny_models import DECODER, SOFTCAPPED, TOKENS, WINDOWED, decoders, error, tokens
 
 from attnbench.errors import AttnbenchWarning, InputError
 from attnbench.integrations.transformers import register
@@ -70,6 +70,19 @@ def test_a_model_that_computes_attention_itself_is_named_and_has_masks_of_its_ow
     mask[0, 7:] = 0
     assert error(ours(x, attention_mask=mask)[0], model(x, attention_mask=mask)[0]) < 1e-6
     assert calls.served == 0
+
+
+def test_a_window_of_no_keys_is_none_to_layers_that_see_all():
+    calls = register(backend="reference")
+    experts = {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    }  # fmt: skip
+    model, ours = decoders("Qwen2MoeConfig", {**DECODER, **experts})
+    assert ours.config.sliding_window == 0
+    x = tokens()
+    assert error(ours(x).logits, model(x).logits) < 1e-5
+    assert calls.served == 2
 
 
 @pytest.mark.parametrize(("kind", "length"), [("MistralConfig", 12), ("Gemma3TextConfig", 12), ("MistralConfig", 20)])

@@ -114,6 +114,15 @@ def test_another_gpu_s_is_scaled_where_it_can_be_and_ignored_where_not(folder):
     assert known_tables(GPU).note is None
 
 
+def test_what_is_of_this_gpu_comes_before_what_is_scaled(folder, shipped):
+    table(1.0, 1.0, environment=H200).save(folder / "a.json")
+    table(2.0).save(folder / "b.json")
+    table(3.0, 3.0, environment=H200).save(shipped / "nvidia-h200.json")
+    assert times() == {"fast:bf16": 2.0}
+    (found,) = known_tables(GPU).tables
+    assert found.scaled_from is None
+
+
 def test_many_tables_with_something_to_report_make_a_short_note(folder):
     for number in range(40):
         elsewhere = replace(H100, python=f"3.{number}.99")

@@ -84,6 +84,20 @@ def test_four_processes_write_one_table_and_every_read_on_the_way_is_whole():
 # --- what stays of it, and what may be used ---
 
 
+def test_it_grows_and_lets_go_of_what_another_version_measured():
+    path = update_user_table(table(one(), one("reference:bf16", 5.0)))
+    assert path == user_table_path(here())
+    update_user_table(table(one(time_ms=2.0)))
+    assert {str(each.plan): each.time_ms for each in Table.load(path).entries.values()} == {
+        "sdpa-math:bf16": 2.0, "reference:bf16": 5.0,
+    }  # fmt: skip
+    newer = other(backends={**here().backends, "reference": "99.1"})
+    update_user_table(table(one(time_ms=3.0), environment=newer))
+    assert {str(each.plan): each.time_ms for each in Table.load(path).entries.values()} == {"sdpa-math:bf16": 3.0}
+    update_user_table(table(one("reference:bf16"), environment=other(threads=here().threads + 1)))
+    assert {str(each.plan) for each in Table.load(path).entries.values()} == {"reference:bf16"}
+
+
 def test_a_soft_difference_is_used_and_said():
     update_user_table(table(one(), environment=other(python="3.9.1")))
     with warnings.catch_warnings():
