@@ -124,17 +124,6 @@ def test_while_a_graph_is_recorded_nothing_is_noted(monkeypatch: pytest.MonkeyPa
     assert te._gradients._recorded == [history]
 
 
-def test_a_first_call_in_inference_mode_leaves_a_history_that_others_can_write() -> None:
-    spec = training(head_dim=128, seqlen_q=64)
-    q, k, v, grad = tensors_of(Problem(spec, "bhsd", False, 0))
-    for mode in (True, False, True, False):
-        with torch.inference_mode(mode):
-            operands = FP8.prepare(Inputs(q, k, v), spec)
-            FP8_BACKWARD.run(Saved(operands, *FP8.run(operands)), grad)
-    history = te._gradients._kept[(spec, torch.device("cpu"), 0)]
-    assert history._steps == 4  # of five: the last one's is folded in when the next one asks
-
-
 def test_two_threads_share_a_history() -> None:
     spec = training(head_dim=128, seqlen_q=64, mask=CAUSAL)
     q, k, v, grad = tensors_of(Problem(spec, "bhsd", False, 0))

@@ -51,15 +51,6 @@ def test_a_new_draw_stays_below_in_95_of_100(spread):
     assert sum(above) <= 0.05 * len(above)
 
 
-def test_plans_families_and_directions_do_not_mix():
-    other = Plan("te:fp8")
-    model = ErrorModel([entry(spec(), 0.05), entry(spec(), 0.3, "normal"), entry(spec(), 0.9, plan=other)])
-    assert model.predict(PLAN, spec())[1] == "normal"
-    assert 0.3 < model.predict(PLAN, spec())[0] < 0.5 < 0.9 < model.predict(other, spec())[0]
-    assert model.predict(Plan("flex:fp8"), spec()) is None
-    assert model.predict(PLAN, spec().replace(direction="training")) is None
-
-
 def test_the_errors_of_the_table_that_ships_stay_below_what_the_other_classes_predict():
     table = Table.load(ROOT / "attnbench" / "tables" / "nvidia-h200.json")
     classes = defaultdict(list)

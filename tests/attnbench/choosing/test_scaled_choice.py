@@ -76,11 +76,6 @@ def test_a_scaled_choice_says_so_wherever_it_is_shown(by, length):
     assert "error of the prediction" in str(choice)
 
 
-def test_a_named_plan_is_explicit_and_gets_no_advice(by):
-    choice = by(known(slow=300, fast=500), backend="slow:bf16")
-    assert (choice.basis, choice.chosen.basis, choice.hint) == ("explicit", "scaled", None)
-
-
 def test_fp8_is_chosen_by_the_errors_of_the_other_gpu(by):
     tables = known(slow=300, fp8=800)
     assert str(by(tables, fp8=True).plan) == "fast:fp8"

@@ -25,13 +25,6 @@ def test_measured_times_decide_and_fp8_waits_to_be_asked():
     assert "1.5 times" in slow.reasons[0]
 
 
-def test_unmeasured_machines_follow_the_declared_order_and_get_one_hint():
-    choice = pick(table=table())
-    assert (str(choice.plan), choice.basis) == ("slow:bf16", "rule")
-    assert "attnbench sweep" in choice.hint
-    assert verdicts(pick(table=table(), fp8=True))["fast:fp8"] == "unmeasured"
-
-
 def grid(**times: dict[int, float]) -> Table:
     """Plans by name (``slow`` is slow:bf16, ``fp8`` fast:fp8), times by length."""
     names = {"slow": "slow:bf16", "fast": "fast:bf16", "fp8": "fast:fp8"}
@@ -107,15 +100,6 @@ def test_a_failure_of_its_own_class_weighs_more_than_a_success_of_another():
     )
 
 
-def test_the_fastest_prediction_wins_where_nothing_was_measured_however_small_its_lead():
-    both = grid(slow={1024: 1.0, 16384: 240.0}, fast={1024: 1.02, 16384: 200.0})
-    choices = [pick(spec(seqlen_q=length), table=both) for length in range(1050, 4000, 150)]
-    for each in choices:
-        assert each.basis == "predicted"
-        assert each.chosen.time_ms == min(one.time_ms for one in each.candidates if one.time_ms)
-    assert any(each.margin.inside_noise for each in choices)
-
-
 def test_of_two_predictions_a_hair_apart_the_better_known_wins():
     def winner(wide: float) -> str:
         guesses = {"fast:bf16": (wide, 0.3), "slow:bf16": (1.0, 0.05)}
@@ -142,16 +126,6 @@ def test_a_tie_goes_to_the_more_accurate_then_to_the_first_in_the_declared_order
     assert tied(1.009, 1.0, 2.0) == "slow:bf16"  # declared before fast
     assert tied(1.02, 1.02, 1.0) == "fast:fp8"
     assert tied(1.0, 1.009, 1.009) == "slow:bf16"
-
-
-def test_the_more_accurate_of_two_that_tie_wins_whatever_the_declared_order_says():
-    known = fake_registry(
-        fake_backend("coarse", FakeForward("coarse:fp8", preference=1)),
-        fake_backend("fine", FakeForward("fine:bf16", preference=2)),
-    )
-    for error, plan in ((0.05, "fine:bf16"), (0.0024, "coarse:fp8")):  # a quarter more is as accurate
-        rows = table(entry("coarse:fp8", 1.0, outlier=error), entry("fine:bf16", 1.005))
-        assert str(pick(table=rows, known=known, fp8=True).plan) == plan
 
 
 def test_one_shape_of_the_user_s_own_hides_no_sweep_of_its_neighbours(monkeypatch):
@@ -233,12 +207,6 @@ def test_what_failed_on_a_shape_that_is_nowhere_larger_is_not_chosen_by_predicti
     for length in (1024, 2400):
         assert verdicts(pick(spec(seqlen_q=2500), table=with_failure(length)))["fast:bf16"] == "unmeasured"
     assert str(pick(spec(seqlen_q=2500), table=with_failure(65536)).plan) == "fast:bf16"
-
-
-def test_training_needs_a_backward_and_the_plan_names_it():
-    choice = pick(spec(direction="training"), table=table())
-    assert str(choice.plan) == "slow:bf16>slow:bf16"
-    assert verdicts(choice)["study:bf16>slow:bf16"] == "unmeasured"
 
 
 def test_a_name_goes_before_measurement_and_errors_are_errors():

@@ -107,19 +107,6 @@ def test_what_is_below_the_smallest_numbers_is_no_error():
     assert (found["out"][0] <= found["out"][1] / 16 * (1 + 1e-9)).all()
 
 
-@pytest.mark.parametrize("place", ["q", "k", "v"])
-def test_what_is_not_finite_is_told_apart_by_where_it_came_from(place):
-    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=9, head_dim=8, dtype="fp32")
-    x = {name: torch.randn(1, 2, 9, 8) for name in "qkv"}
-    out, _ = dense.dense_attention(**x, spec=spec)
-    out[0, 1, 8, 7] = torch.nan
-    usable, found = read(out_sums(*x.values(), out, spec, pick_rows(spec, Random(0))))
-    assert usable
-    assert found["out"][0].isinf().any()
-    x[place][0, 0, 0, 0] = torch.inf
-    assert not read(out_sums(*x.values(), out, spec, pick_rows(spec, Random(0))))[0]
-
-
 def test_gradients_that_leave_fp16_are_nobodys_fault():
     spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=6, head_dim=8, direction="training", dtype="fp16")
     x = [torch.randn(1, 1, 6, 8).half() for _ in range(4)]

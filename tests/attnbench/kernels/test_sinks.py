@@ -8,10 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import attnbench
-from attnbench import AttentionSpec, Mask, attention, explain, guard
+from attnbench import AttentionSpec, Mask, attention, explain
 from attnbench.errors import InputError, RefusedError
-from attnbench.problem.spec_text import short_fields, spec_from
 
 
 def spelled_out(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
@@ -95,19 +93,3 @@ def test_padded_rows_and_compiled_code_are_refused_in_words():
     choice = explain(q, k, v, sinks=sinks)
     assert choice.spec.sinks
     assert "sinks" in str(choice.spec)
-
-
-def test_a_spec_with_sinks_is_written_and_read_and_one_without_is_as_before():
-    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=8, head_dim=16)
-    assert "sinks" not in spec.to_dict()
-    sunk = spec.replace(sinks=True)
-    assert AttentionSpec.from_dict(sunk.to_dict()) == sunk == spec_from(short_fields(sunk))
-    assert str(sunk) != str(spec)
-
-
-def test_a_guard_sees_no_fault_in_sinks():
-    q, k, v, sinks = (x.requires_grad_() for x in drawn(dtype=torch.bfloat16))
-    with guard(every=1) as seen:
-        attention(q, k, v, is_causal=True, sinks=sinks, backend="sdpa-flash").sum().backward()
-    assert not seen.breaches
-    assert attnbench.attention(q, k, v).shape == q.shape

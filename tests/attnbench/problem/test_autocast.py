@@ -71,14 +71,6 @@ def test_compiled_code_is_compiled_anew_where_autocast_has_changed() -> None:
             assert function(*x).dtype == (torch.bfloat16 if enabled else torch.float32)
 
 
-def test_the_type_that_is_named_is_the_one_cast_to() -> None:
-    x = tensors(*[torch.float32] * 3)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        attention(*x, dtype="bf16")
-        with pytest.raises(InputError, match="own bf16"):
-            attention(*x, dtype="fp32")
-
-
 def test_attention_that_computes_in_autocast_is_in_the_gradient_of_a_checkpoint() -> None:
     from torch.utils.checkpoint import checkpoint
 

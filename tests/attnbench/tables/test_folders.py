@@ -78,15 +78,6 @@ def warned(*, of: int = 1) -> str:
 # --- which are used, and in which order ---
 
 
-def test_without_the_variable_nothing_is_read(shipped, monkeypatch):
-    monkeypatch.delenv("ATTNBENCH_TABLES", raising=False)
-    assert silent() == ()
-    monkeypatch.setenv("ATTNBENCH_TABLES", "")
-    assert silent() == ()
-    monkeypatch.setenv("ATTNBENCH_TABLES", os.pathsep)
-    assert silent() == ()
-
-
 def test_a_table_of_this_device_comes_after_the_user_s_and_before_the_shipped(folder, shipped):
     one, two, three = (SPEC.replace(batch=batch) for batch in (1, 2, 3))
     both = [table(1.0, 2.0, spec=spec).entries for spec in (one, two)]

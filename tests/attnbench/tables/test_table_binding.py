@@ -52,11 +52,6 @@ def upgraded(torch: str, local: str = "+cu130") -> dict[str, object]:
     return {"torch": torch, **installed(**resident)}
 
 
-def test_the_same_environment_and_another_gpu_of_the_model_say_nothing():
-    assert binding() == binding(uuid_hash="1" * 12, commit="1234567-dirty") == Binding()
-    assert Binding().usable(TABLE) == TABLE
-
-
 @pytest.mark.parametrize(
     ("changes", "gone", "said"),
     [
@@ -109,14 +104,6 @@ def test_what_matters_less_is_used_and_said(changes, said):
     assert unused(found) == set()
     assert found.dropped == {}
     assert len(found.soft) == said if isinstance(said, int) else list(found.soft) == said
-
-
-def test_a_backend_that_is_not_installed_needs_no_word_and_one_of_unknown_version_is_dropped():
-    assert binding(backends={}) == Binding()
-    silent = Table(replace(THERE, backends={}), TABLE.entries)
-    found = binding(silent)
-    assert found.usable(silent).entries == {}
-    assert "unknown version of te" in found.dropped["te"]
 
 
 def test_what_a_file_calls_things_cannot_steer_a_terminal():

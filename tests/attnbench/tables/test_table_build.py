@@ -63,22 +63,6 @@ def test_of_several_sweeps_the_newest_row_counts_whatever_their_order():
         assert times(join_sweeps(sweeps)) == {"fast:bf16": 2.0, "slow:bf16": 5.0}
 
 
-def test_a_newer_sweep_on_fewer_families_takes_nothing_back():
-    wide = row(error={"normal": {"out": 0.02}, "biased-v": {"out": 0.3}})
-    table = join_sweeps({"wide": [wide], "narrow": [row(hours=1, call=2.0)]})
-    (entry,) = table.entries.values()
-    assert (entry.time_ms, entry.errors) == (2.0, {"normal": 0.01, "biased-v": 0.3})
-
-
-@pytest.mark.parametrize("status", ["crashed", "oom", "timeout", "error"])
-def test_a_plan_that_failed_when_it_was_last_measured_has_failed(status):
-    failed = row(hours=1, status=status)
-    (entry,) = join_sweeps({"one": [row()], "two": [failed]}).entries.values()
-    assert (entry.status, entry.time_ms, entry.errors) == (status, None, {})
-    (entry,) = join_sweeps({"one": [row(hours=2)], "two": [failed]}).entries.values()
-    assert entry.status == "ok"
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -10,7 +10,7 @@ import pytest
 import torch
 from fakes import an_environment
 
-from attnbench import AttentionSpec, Plan, explain
+from attnbench import AttentionSpec, Plan
 from attnbench.errors import AttnbenchWarning
 from attnbench.kernels.registry import registry
 from attnbench.state import forget
@@ -96,17 +96,6 @@ def test_it_grows_and_lets_go_of_what_another_version_measured():
     assert {str(each.plan): each.time_ms for each in Table.load(path).entries.values()} == {"sdpa-math:bf16": 3.0}
     update_user_table(table(one("reference:bf16"), environment=other(threads=here().threads + 1)))
     assert {str(each.plan) for each in Table.load(path).entries.values()} == {"reference:bf16"}
-
-
-def test_a_soft_difference_is_used_and_said():
-    update_user_table(table(one(), environment=other(python="3.9.1")))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        known = known_tables(CPU)
-    assert len(known.at(SPEC)) == 1
-    assert known.note == f"your table was measured where python was 3.9.1, is {here().python}"
-    q = torch.randn(1, 2, 8, 16)
-    assert "python was 3.9.1" in explain(q, q, q).hint
 
 
 def test_a_damaged_table_is_a_miss_with_one_warning_and_is_replaced():

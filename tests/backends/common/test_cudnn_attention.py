@@ -133,32 +133,6 @@ def test_refusals_of_both_passes(
 
 
 @both
-def test_refusals_of_a_backward_alone(backend: Backend) -> None:
-    single = SPEC.replace(seqlen_q=1, seqlen_kv=1)
-    assert forward_of(backend, "bf16").refusals(single, H200) == []
-    assert "one query" in "; ".join(backward_of(backend, "bf16").refusals(single, H200))
-    wide = SPEC.replace(head_dim=192, head_dim_v=192)
-    assert forward_of(backend, "fp8").refusals(wide, H200) == []
-    assert "outside 16 to 128" in "; ".join(backward_of(backend, "fp8").refusals(wide, H200))
-
-
-@both
-def test_a_last_group_of_queries_that_is_not_whole_is_no_case_for_an_fp8_backward(backend: Backend) -> None:
-    forward, backward = forward_of(backend, "fp8"), backward_of(backend, "fp8")
-    odd, whole = (SPEC.replace(head_dim=128, head_dim_v=128, seqlen_q=queries) for queries in (328, 320))
-    assert forward.refusals(odd, H200) == forward.refusals(whole, H200) == []
-    assert "no multiple of 16" in "; ".join(backward.refusals(odd, H200))
-    assert backward.refusals(whole, H200) == []
-
-
-@both
-def test_16_bits_go_beyond_256_in_the_forward_alone(backend: Backend) -> None:
-    wide = SPEC.replace(head_dim=264, head_dim_v=2048, direction="training")
-    assert forward_of(backend, "bf16").refusals(wide, H200) == []
-    assert "outside 8 to 256" in "; ".join(backward_of(backend, "bf16").refusals(wide, H200))
-
-
-@both
 @pytest.mark.parametrize(
     ("changes", "reason"), [({"seqlen_q": 1}, "single query"), ({"head_dim_v": 80}, "not its own")]
 )

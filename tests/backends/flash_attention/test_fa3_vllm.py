@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import standins_fa as standins
-from agreement import descales_are_used, quantised_attention_agrees
+from agreement import quantised_attention_agrees
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from problems import Problem, problems
@@ -34,17 +34,6 @@ def test_it_computes_exact_attention_on_what_it_was_given(problem: Problem, fp8:
     assume(not kernel.refusals(spec, H200))
     with standins.modules(**VLLM):
         quantised_attention_agrees(kernel, spec, problem)
-
-
-@pytest.mark.parametrize("granularity", ["tensor", "head"])
-def test_descales_of_any_size_are_used(granularity: str) -> None:
-    spec = AttentionSpec.make(
-        batch=2, heads=4, kv_heads=2, seqlen_q=17, seqlen_kv=30, head_dim=64, dtype="e4m3", descale=granularity
-    )
-    kernel = FORWARDS["fa3-vllm:fp8"]
-    assert kernel.refusals(spec, H200) == []
-    with standins.modules(**VLLM):
-        descales_are_used(kernel, spec, 0)
 
 
 def test_refusals_and_the_lack_of_a_backward() -> None:

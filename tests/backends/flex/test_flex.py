@@ -205,15 +205,6 @@ def test_packed_sequences_are_what_they_are_alone(mask: Mask) -> None:
             assert relative_l2(own.q(out), exact) <= 0.01
 
 
-def test_limits_on_a_cpu() -> None:
-    spec = spec_of(64, 64, Mask())
-    forward = FORWARDS["flex:bf16"]
-    assert forward.refusals(spec.replace(return_lse=True), CPU) == ["returns no log-sum-exp"]
-    assert forward.refusals(spec.replace(direction="training"), CPU) == ["no gradients can follow"]
-    assert BACKWARDS["flex:bf16"].refusals(spec.replace(direction="training"), CPU) == ["runs on cuda, not on cpu"]
-    assert forward.refusals(spec.replace(dtype="fp64"), CPU) == ["takes bf16 tensors, not fp64"]
-
-
 @needs_avx2
 def test_without_a_compiler_it_says_what_to_install() -> None:
     with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
