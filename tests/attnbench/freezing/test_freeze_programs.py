@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from attnbench import attention, explain, freeze
+from attnbench.cli import app
 from attnbench.errors import FrozenError, InputError, RefusedError
 from attnbench.freezing.file import Frozen
 from attnbench.kernels.execution import Execution
@@ -58,6 +59,41 @@ def test_explain_names_the_file(path):
         assert str(path) in choice.to_text()
         assert str(path) in choice.to_markdown()
     assert explain(*x).to_dict()["frozen_in"] is None
+
+
+def test_the_command_line_explains_by_a_file(path, capsys):
+    x = torch.zeros(1, 4, 64, 32, dtype=torch.bfloat16)
+    with freeze(path):
+        explain(x, x, x, backend="sdpa-math")
+    options = ["--heads", "4", "--head-dim", "32", "--device", "cpu", "--backend", "sdpa-math", "--format", "json"]
+    asked = ["explain", *options, "--frozen", str(path), "--seqlen"]
+    app([*asked, "64"], standalone_mode=False)
+    assert json.loads(capsys.readouterr().out)["frozen_in"] == str(path)
+    with pytest.raises(FrozenError, match="s65"):
+        app([*asked, "65"], standalone_mode=False)
+
+
+def test_compiled_programs_follow_the_file(path, ran):
+    torch._dynamo.reset()
+    x = tensors(grad=True)
+    function = torch.compile(lambda *x: attention(*x, is_causal=True), fullgraph=True, backend="aot_eager")
+    other = freeze_other(path, {"is_causal": True}, x=x)
+    expected = function(*x)
+    usual = ran.pop()
+    with freeze(path, missing="raise"):
+        found = function(*x)
+        grads = torch.autograd.grad(found.sum(), x)
+        eager = attention(*x, is_causal=True)
+        assert torch.equal(found, eager)
+        assert all(map(torch.equal, grads, torch.autograd.grad(eager.sum(), x)))
+        late = function(*x)
+        (grad,) = torch.autograd.grad(function(*x).sum(), x[:1])
+    assert {*ran} == {other}
+    assert torch.equal(torch.autograd.grad(late.sum(), x)[0], grad)  # a backward follows its forward
+    ran.clear()
+    assert torch.equal(function(*x), expected)
+    assert ran == [usual]
+    torch._dynamo.reset()
 
 
 def test_an_export_of_dynamic_shapes_asks_the_file_that_is_open(path, ran):
