@@ -43,7 +43,7 @@ CASES = [
     Case(fa4, {FA4: "4.0.0b36"}, "nvidia-cutlass-dsl is not installed", "flash-attn-4"),
     Case(fa4, {FA4: "4.0.0b36", CUTLASS: "4.8.1"}, None),
     Case(cudnn, {}, "not installed", "pip install nvidia-cudnn-frontend"),
-    Case(cudnn, {FRONT: "1.32.0"}, None),
+    *(Case(cudnn, {FRONT: "1.32.0"}, None, cudnn=found) for found in (91501, 91900)),
     Case(cudnn, {FRONT: "1.32.0"}, "91501", cudnn=91400),
     Case(te, {TE: "2.20.2", TE_TORCH: "2.20.2"}, None),
     Case(te, {TE: "2.20.2", TE_TORCH: "2.19.0"}, "do not belong together"),

@@ -175,15 +175,6 @@ def test_limits_of_the_backward_and_of_other_gpus(monkeypatch: pytest.MonkeyPatc
     assert "without CUDA" in FORWARDS["sdpa-flash:bf16"].refusals(wide, H200)[0]
 
 
-def test_availability_names_the_version_or_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert sdpa_flash.BACKEND.availability().version == torch.__version__
-    monkeypatch.setattr(torch.version, "cuda", None)
-    for family in (sdpa_cudnn.BACKEND, sdpa_efficient.BACKEND):
-        assert "without CUDA" in (family.availability().reason or "")
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert sdpa_efficient.BACKEND.availability().ok
-
-
 @settings(deadline=None)
 @given(st.data())
 def test_cudnn_s_backward_gets_layouts_that_q_s_strides_tell(data: st.DataObject) -> None:

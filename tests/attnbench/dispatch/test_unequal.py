@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attnbench import AttentionSpec, Mask, attention, explain, guard, state
 from attnbench.dispatch.memory import executions
-from attnbench.errors import AttnbenchWarning, InputError, RefusedError
+from attnbench.errors import AttnbenchWarning, InputError
 from examples import examples
 
 INT = torch.int32
@@ -178,17 +178,6 @@ def test_a_new_batch_of_like_lengths_asks_for_no_new_choice() -> None:
     for count, kv_lengths in ((3, ONE), (3, ONE), (4, ONE.clone())):  # the last may differ from the queries'
         attention(ROWS, ROWS, ROWS, q_lengths=ONE, kv_lengths=kv_lengths)
         assert len(executions.entries) == count
-
-
-def test_a_choice_tells_of_the_lengths_and_a_kernel_without_them_is_refused() -> None:
-    x = torch.randn(12, 2, 8)
-    named = {"layout": "thd", "cu_seqlens_q": starts([5, 7])}
-    choice = explain(x, x, x, **named)
-    assert str(choice.spec) == "b2 h2 s8 d8 fp32 packed12 forward"
-    rows = torch.randn(2, 2, 5, 8, dtype=torch.bfloat16)
-    lengths = torch.tensor([1, 2], dtype=INT)
-    with pytest.raises(RefusedError, match="takes sequences of one length, not a left-padded batch"):
-        attention(rows, rows, rows, backend="flex", kv_lengths=lengths, padding_side="left")
 
 
 X, ROWS = torch.randn(9, 2, 8), torch.randn(1, 2, 9, 8)

@@ -140,20 +140,6 @@ def test_masks_of_padding_become_packed_calls(name):
     assert torch.equal(ask(*x, mask.clone(), enable_gqa=True), found[0])
 
 
-def test_masks_that_hide_more_than_padding_are_refused():
-    register()
-    q, keys = tensor(2, 7, 2, 8), masks_of_padding()["keys"]
-    numbers = masks_of_padding()["numbers"]
-    for mask in (
-        keys & torch.ones(7, 7, dtype=torch.bool).tril(),
-        keys & torch.tensor([True, False]).view(1, 2, 1, 1),
-        numbers.masked_fill(numbers < 0, -100.0),
-        torch.where(masks_of_padding()["both"], 0.0, -1e9),  # where a row of the same number hides nothing
-    ):
-        with pytest.raises(InputError, match="biases or blocks"):
-            ask(q, q, q, mask)
-
-
 def test_what_cannot_be_registered(monkeypatch):
     own = dispatch._AttentionBackendRegistry._backends[dispatch.AttentionBackendName.NATIVE]
     with pytest.raises(InputError, match="'native' is a backend of diffusers"):

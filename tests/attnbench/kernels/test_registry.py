@@ -144,17 +144,6 @@ def test_unknown_names_offer_the_nearest():
         known.backend("zzz")
 
 
-def test_a_check_that_raises_costs_that_backend_alone():
-    def explode() -> Availability:
-        raise OSError("libcuda.so.1: cannot open shared object file")
-
-    known = fake_registry(Backend("broken", "raises", explode, (FakeForward("broken:bf16"),)), family("fine", "bf16"))
-    status, reasons = known.reasons(Plan("broken:bf16"), spec(), CPU)
-    assert status == "unavailable"
-    assert "libcuda.so.1" in reasons[0]
-    assert known.reasons(Plan("fine:bf16"), spec(), CPU)[0] == "ok"
-
-
 def test_availability_is_asked_once():
     asked = []
     backend = Backend("once", "counts", lambda: asked.append(1) or Availability(version="1"), ())

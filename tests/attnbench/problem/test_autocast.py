@@ -69,13 +69,3 @@ def test_compiled_code_is_compiled_anew_where_autocast_has_changed() -> None:
     for enabled in (False, True, False):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
             assert function(*x).dtype == (torch.bfloat16 if enabled else torch.float32)
-
-
-def test_attention_that_computes_in_autocast_is_in_the_gradient_of_a_checkpoint() -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    x = tensors(torch.float32, torch.float32, torch.bfloat16)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = step(lambda *x: checkpoint(attention, *x, use_reentrant=False), x)
-        wanted = step(attention, x)
-    assert all(torch.equal(one, two) for one, two in zip(found, wanted, strict=True))

@@ -114,16 +114,6 @@ def test_what_is_of_this_gpu_comes_before_what_is_scaled(folder, shipped):
     assert found.scaled_from is None
 
 
-def test_many_tables_with_something_to_report_make_a_short_note(folder):
-    for number in range(40):
-        elsewhere = replace(H100, python=f"3.{number}.99")
-        table(1.0, environment=elsewhere, spec=SPEC.replace(batch=number + 1)).save(folder / f"{number:02}.json")
-    known = known_tables(GPU)
-    assert len(known.tables) == 40
-    assert known.note.startswith("00.json of ATTNBENCH_TABLES was measured where python was 3.0.99")
-    assert known.note.endswith("; and 32 more notes")
-
-
 # --- what is no table ---
 
 

@@ -15,7 +15,6 @@ from attnbench.dispatch.sequences import sizes_of
 from attnbench.kernels.capabilities import Device
 from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Kernel, Saved
 from attnbench.problem.lengths import Lengths, packed
-from attnbench.problem.lengths_kind import LengthsKind
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 
@@ -95,11 +94,3 @@ def test_packed_sequences_are_what_the_kernel_makes_of_each_alone(name, pairs, m
     assert not out[:, :, rest].any()
     assert not gradients[0][:, :, rest].any()
     assert bool((lse[:, :, rest] == -torch.inf).all())
-
-
-def test_what_has_no_gradients_or_is_padded_is_refused() -> None:
-    spec = batch(SQUARE, Mask())[2]
-    assert "not a packed batch" in " ".join(BACKWARDS["fa3:bf16"].refusals(spec, H200))
-    rows = spec.replace(lengths=LengthsKind(batch="padded"))
-    for name in ("fa3:bf16", "fa4:bf16"):
-        assert "not a padded batch" in " ".join(FORWARDS[name].refusals(rows, H200))
