@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import Tensor
 
 from attnbench import api, attention, use_backend
