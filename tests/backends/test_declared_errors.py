@@ -12,19 +12,13 @@ from statistics import fmean
 from types import MappingProxyType
 
 import pytest
-import torch
-from fakes import FakeForward, fake_backend, fake_registry
 from places import RESULTS
 
 from attnbench import AttentionSpec, Plan
-from attnbench.backends.reference import BACKEND as REFERENCE
 from attnbench.errors import UnknownBackendError
-from attnbench.kernels.capabilities import Capabilities, Device
-from attnbench.kernels.contract import Operands, Result
+from attnbench.kernels.capabilities import Device
 from attnbench.kernels.registry import registry
 from attnbench.tables.table import Table
-from attnbench.testing import check_backend, conformance
-from attnbench.testing.conformance_checks import CHECKS
 
 GPU = Device("cuda", "NVIDIA H200", (9, 0))
 MOST = 2.5  # times the largest error that was seen: other shapes, drivers and draws than those of the sweeps
@@ -116,36 +110,3 @@ def test_a_plan_declares_by_how_much_its_committed_errors_grow_with_the_tokens(n
     assert growth is not None
     assert not beyond(growth)
     assert growth < 1.5 or beyond(1.0), "it could declare less"
-
-
-class Declaring(FakeForward):
-    """Exact attention, rounded once to bf16, under another declared error."""
-
-    def __init__(self, declared: float) -> None:
-        super().__init__("mine:bf16", row=Capabilities(dtypes=("bf16",)), declared=declared)
-
-    def prepare(self, inputs, spec):
-        return REFERENCE.kernels[0].prepare(inputs, spec)
-
-    def run(self, operands: Operands) -> Result:
-        out, lse, _ = REFERENCE.kernels[0].run(operands)
-        noise = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out.dtype)
-        return Result(out + 0.005 * noise * out.double().std().to(out.dtype), lse.float())
-
-
-@pytest.mark.parametrize(
-    ("promise", "outcome", "says"),
-    [(0.004, "failed", "0.004 declared"), (0.006, "passed", "0.006 declared"), (0.03, "passed", "declare less")],
-)
-def test_conformance_holds_a_kernel_to_what_it_declares_and_says_what_it_could(promise, outcome, says, monkeypatch):
-    only = [check for check in CHECKS if check.name == "declared error"]
-    monkeypatch.setattr(conformance, "CHECKS", tuple(only))
-    known = fake_registry(fake_backend("mine", Declaring(promise)), REFERENCE)
-    report = check_backend("mine", "cpu", known=known, quiet=True)
-    (found,) = report.findings
-    assert found.outcome == outcome
-    assert says in found.said
-    ((name, dtype, error, said),) = FOUND.findall(found.said)
-    assert (name, dtype, float(said)) == ("out", "bf16", promise)
-    assert 0.0045 < float(error) < 0.006
-    assert FOUND.findall(report.to_markdown()) == [(name, dtype, error, said)], "what committed reports are read by"

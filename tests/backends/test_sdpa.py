@@ -124,21 +124,6 @@ def test_causal_band_is_the_mask_as_cutlass_reads_it() -> None:
     assert served > 1000
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "sentence"),
-    [
-        ("sdpa-flash:fp32", {"head_dim_v": 16}, "head_dim_v (16) must equal head_dim (8)"),
-        ("sdpa-flash:fp32", {"softcap": 0.5}, "has no softcap"),
-        ("sdpa-math:fp32", {"softcap": 0.5}, "has no softcap"),
-        ("sdpa-flash:fp32", {"dtype": "bf16"}, "takes fp32 tensors, not bf16"),
-        ("sdpa-efficient:bf16", {"dtype": "bf16"}, "runs on cuda, not on cpu"),
-        ("sdpa-cudnn:bf16", {"dtype": "bf16"}, "runs on cuda, not on cpu"),
-    ],
-)
-def test_limits_on_a_cpu(name: str, changes: dict[str, object], sentence: str) -> None:
-    assert FORWARDS[name].refusals(small("fp32").replace(direction="forward", **changes), CPU) == [sentence]
-
-
 def test_score_matrices_beyond_memory_are_refused_before_anything_is_allocated() -> None:
     fits = AttentionSpec.make(batch=1, heads=2, seqlen_q=2**15, head_dim=8, direction="training")
     for kernel in (FORWARDS["sdpa-math:bf16"], BACKWARDS["sdpa-math:bf16"]):
@@ -188,15 +173,6 @@ def test_limits_of_the_backward_and_of_other_gpus(monkeypatch: pytest.MonkeyPatc
     assert "compute capability" in FORWARDS["sdpa-flash:bf16"].refusals(wide, Device("cuda", "a V100", (7, 0)))[0]
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "without CUDA" in FORWARDS["sdpa-flash:bf16"].refusals(wide, H200)[0]
-
-
-def test_availability_names_the_version_or_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert sdpa_flash.BACKEND.availability().version == torch.__version__
-    monkeypatch.setattr(torch.version, "cuda", None)
-    for family in (sdpa_cudnn.BACKEND, sdpa_efficient.BACKEND):
-        assert "without CUDA" in (family.availability().reason or "")
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert sdpa_efficient.BACKEND.availability().ok
 
 
 @settings(deadline=None)

@@ -15,10 +15,8 @@ from torch import Tensor
 
 from attnbench.backends import torch_fp8
 from attnbench.backends.flash_attention import fa3_origins
-from attnbench.errors import InputError
 from attnbench.kernels.capabilities import Device
 from attnbench.kernels.contract import BackwardKernel, Inputs
-from attnbench.problem.fp8 import Recipe, quantise
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 
@@ -114,13 +112,6 @@ def test_what_the_build_was_made_without_is_refused(monkeypatch: pytest.MonkeyPa
         flags["FLASHATTENTION_DISABLE_FP8"] = True
         assert KERNEL.refusals(spec, H200) == ["flash_attn_interface was built without FP8"]
     fa3_origins.interface.cache_clear()
-
-
-def test_tensors_that_are_not_plain_are_an_error() -> None:
-    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=8, head_dim=16, dtype="e5m2", descale="head")
-    x = quantise(torch.randn(1, 1, 8, 16), Recipe("head", "e5m2"))
-    with pytest.raises(InputError, match="e4m3"):
-        KERNEL.prepare(Inputs(x, x, x), spec)
 
 
 def test_availability_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,40 +34,6 @@ def entry(at: AttentionSpec, time: float, plan: Plan = PLAN, **more) -> Entry:
 LENGTHS = (256, 512, 2048, 4096, 16384)
 
 
-def test_a_law_of_launch_and_rate_is_recovered_between_and_beyond_what_was_measured():
-    model = CostModel(entry(spec(length), law(spec(length))) for length in LENGTHS)
-    for length, within in ((1024, 0.02), (1500, 0.02), (8192, 0.02), (32768, 0.1)):
-        assert model.predict(PLAN, spec(length)).time_ms == pytest.approx(law(spec(length)), rel=within)
-    assert model.predict(PLAN, spec(2048, batch=8)).time_ms == pytest.approx(law(spec(2048, batch=8)), rel=0.1)
-
-
-def test_a_rate_of_its_own_at_each_head_dim_and_mask_is_learned_and_the_launch_shared():
-    """One spec of a class is enough to place it: what its other sizes take follows from the other classes."""
-    rates = {(64, Mask()): 400.0, (64, CAUSAL): 350.0, (128, Mask()): 600.0, (128, CAUSAL): 500.0}
-
-    def at(length, head_dim, mask):
-        return spec(length, head_dim=head_dim, mask=mask)
-
-    entries = [
-        entry(at(length, *key), law(at(length, *key), 0.3, rate)) for key, rate in rates.items() for length in LENGTHS
-    ]
-    alone = at(4096, 96, Mask())
-    model = CostModel([*entries, entry(alone, law(alone, 0.3, 450.0))])
-    for length in (512, 16384):
-        asked = at(length, 96, Mask())
-        assert model.predict(PLAN, asked).time_ms == pytest.approx(law(asked, 0.3, 450.0), rel=0.2)
-    between = model.predict(PLAN, at(4096, 80, Mask()))  # no spec of that class
-    assert between.time_ms == pytest.approx(law(at(4096, 80, Mask()), 0.3, 430.0), rel=0.2)
-    assert between.error > model.predict(PLAN, at(4096, 64, Mask())).error
-    assert model.predict(OTHER, alone) is None
-
-
-def test_measured_specs_are_followed_where_they_leave_the_law():
-    slow = {length: 1.3 if length == 2048 else 1.0 for length in LENGTHS}
-    model = CostModel(entry(spec(length), law(spec(length)) * slow[length]) for length in LENGTHS)
-    assert model.predict(PLAN, spec(2048)).time_ms == pytest.approx(1.3 * law(spec(2048)), rel=0.08)
-
-
 def test_the_error_is_honest_and_grows_with_the_distance():
     """Over random plans whose times scatter around a law, about two in three must fall within one error."""
     chance = random.Random(7)
@@ -85,13 +51,6 @@ def test_the_error_is_honest_and_grows_with_the_distance():
     errors = [model.predict(PLAN, spec(*at)).error for at in ((2048,), (3000,), (65536,), (2048, 512))]
     assert errors[0] < errors[1] < errors[2]
     assert errors[0] < errors[3]
-
-
-@pytest.mark.parametrize("apart", [{"kv_heads": 4}, {"softcap": 20.0}, {"mask": CAUSAL}, {"head_dim": 96}], ids=str)
-def test_another_kind_of_spec_is_predicted_with_a_wider_error(apart):
-    model = CostModel(entry(spec(length), law(spec(length))) for length in LENGTHS)
-    near, far = (model.predict(PLAN, spec(**more)) for more in ({}, apart))
-    assert far.error > 1.05 * near.error
 
 
 def test_bytes_of_a_packed_batch_are_those_of_its_tokens():
@@ -120,23 +79,6 @@ def test_a_mixed_pair_takes_no_less_than_its_backward_s_own_pair_with_the_other_
     assert found.time_ms == pytest.approx(expected * law(asked), rel=0.03)
     assert (found.error < 1.1 * kernels.error) is (seen < 1)  # that of the many measurements of the kernels, or its own
     assert CostModel(entries).predict(mixed, asked) is None
-
-
-def test_a_ratio_is_known_better_than_its_parts_where_both_are_slow_at_the_same_specs():
-    chance = random.Random(3)
-    shared = {length: math.exp(chance.gauss(0, 0.2)) for length in LENGTHS}
-
-    def both(second):
-        return CostModel(
-            entry(spec(length), law(spec(length)) * factor, plan)
-            for plan, bumps in ((PLAN, shared), (OTHER, second))
-            for length, factor in bumps.items()
-        )
-
-    alike, apart = both(shared), both({length: math.exp(chance.gauss(0, 0.2)) for length in LENGTHS})
-    asked = spec(1024)
-    assert alike.gap_error(PLAN, OTHER, asked) < 0.7 * apart.gap_error(PLAN, OTHER, asked)
-    assert alike.gap_error(PLAN, Plan("no:bf16"), asked) == math.inf
 
 
 sizes = st.sampled_from([1, 2, 7, 128, 4096, 2**20, 2**31 - 1])

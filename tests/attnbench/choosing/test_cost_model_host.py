@@ -1,7 +1,5 @@
 """Calls that waited for the host: told apart by what a made-up machine or the committed rows know of the device."""
 
-import math
-import random
 from statistics import NormalDist, median
 
 import numpy as np
@@ -35,29 +33,6 @@ def called(at: AttentionSpec, host: float, scatter: float = 0.2) -> Entry:
     return Entry(at, PLAN, "ok", time, time * (scatter if waited else 0.01), {"normal": 0.002})
 
 
-def slow_host(seed: int = 0, scatter: float = 0.2) -> list[Entry]:
-    """Two masks at all lengths; the host takes a third of a millisecond, now more and now less."""
-    chance = random.Random(seed)
-    specs = [spec(length, mask=mask) for length in LENGTHS for mask in (Mask(), Mask(right=0))]
-    return [called(at, math.exp(chance.gauss(math.log(0.3), 0.25)), scatter) for at in specs]
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_what_the_host_hid_does_not_slow_down_the_shapes_beside_it(seed):
-    """Half of the calls of this plan waited: they may not make the first that did not look slower than it is."""
-    entries = slow_host(seed)
-    asked = spec(4096, mask=Mask(right=0))  # 0.48 ms, beside shorter ones that all waited
-    found = CostModel(each for each in entries if each.spec != asked).predict(PLAN, asked)
-    assert found.time_ms == pytest.approx(device(asked), rel=0.08)
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_the_shortest_calls_take_as_long_as_the_host(seed):
-    found = CostModel(slow_host(seed)).predict(PLAN, spec(256))
-    assert found.time_ms == pytest.approx(0.3, rel=0.3)
-    assert found.time_ms > 2 * device(spec(256))
-
-
 def test_a_call_that_repeats_itself_is_believed_where_it_leaves_the_law_and_one_that_scatters_is_not():
     def heard(scatter: float) -> float:
         odd = spec(512)
@@ -67,19 +42,6 @@ def test_a_call_that_repeats_itself_is_believed_where_it_leaves_the_law_and_one_
 
     assert heard(0.002) > 0.8
     assert heard(0.3) < 0.2
-
-
-def test_without_a_call_that_waited_the_host_is_not_seen():
-    entries = [called(spec(length), 0.0) for length in LENGTHS[1:]]
-    fit = Fit(entries)
-    assert all(each.heard > 0.9 for each in fit.residuals.values())
-    assert fit.predict(spec(512))[0] == pytest.approx(device(spec(512)), rel=0.1)
-
-
-def test_no_host_takes_as_long_as_a_long_call_however_that_scatters():
-    entries = [called(spec(length, batch=16), 0.0) for length in LENGTHS[-2:]]
-    unsteady = [Entry(each.spec, PLAN, "ok", each.time_ms, 0.9 * each.time_ms, each.errors) for each in entries]
-    assert CostModel(unsteady).predict(PLAN, spec(2048, batch=16)).time_ms < 0.3 * unsteady[0].time_ms
 
 
 def test_a_few_queries_leave_most_of_a_gpu_idle():

@@ -51,33 +51,6 @@ def test_a_new_draw_stays_below_in_95_of_100(spread):
     assert sum(above) <= 0.05 * len(above)
 
 
-def test_few_measurements_say_less_than_many_and_far_ones_less_than_near_ones():
-    def needed(count: int, at: AttentionSpec) -> float:
-        model = ErrorModel(entry(spec(keys=1024 + each), 0.1) for each in range(count))
-        return model.predict(PLAN, at)[0]
-
-    assert 0.1 < needed(50, spec()) < needed(5, spec()) < needed(1, spec()) < 0.2
-    assert needed(5, spec()) < needed(5, spec(256)) < needed(5, spec(512))
-    assert needed(5, spec()) < needed(5, spec(mask=Mask(None, 0)))
-
-
-def test_plans_families_and_directions_do_not_mix():
-    other = Plan("te:fp8")
-    model = ErrorModel([entry(spec(), 0.05), entry(spec(), 0.3, "normal"), entry(spec(), 0.9, plan=other)])
-    assert model.predict(PLAN, spec())[1] == "normal"
-    assert 0.3 < model.predict(PLAN, spec())[0] < 0.5 < 0.9 < model.predict(other, spec())[0]
-    assert model.predict(Plan("flex:fp8"), spec()) is None
-    assert model.predict(PLAN, spec().replace(direction="training")) is None
-
-
-@pytest.mark.parametrize("strange", [float("inf"), 1e-100, 1e300])
-def test_what_no_logarithm_can_hold_makes_a_plan_need_more_not_less(strange):
-    usual = [entry(spec(keys=1024 * each), 0.1) for each in range(1, 9)]
-    before = ErrorModel(usual).predict(PLAN, spec())[0]
-    after = ErrorModel([*usual, Entry(spec(96), PLAN, "ok", 1.0, 0.0, {"outlier": strange, "normal": 0.05})])
-    assert before < after.predict(PLAN, spec())[0] < float("inf")
-
-
 def test_the_errors_of_the_table_that_ships_stay_below_what_the_other_classes_predict():
     table = Table.load(ROOT / "attnbench" / "tables" / "nvidia-h200.json")
     classes = defaultdict(list)

@@ -1,10 +1,11 @@
 """Fresh regret: choices by one table, held against what was measured of other shapes, or of the same ones anew."""
 
 import json
-import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
+from command_line import attnbench, fails
 from fakes import FakeForward, an_environment, fake_backend, fake_registry
 
 from attnbench import AttentionSpec, Mask, Plan
@@ -44,23 +45,6 @@ def lawful():
 
 def scores(of=None, tables=None):
     return list(fresh_scores(of or truth(), Known.of(tables or lawful()), KNOWN))
-
-
-def test_a_table_that_knows_the_law_loses_nothing():
-    found = scores()
-    assert len(found) == 2 * len(FRESH)
-    assert all(each.regret == 0 and each.plan == each.best and each.basis != "rule" for each in found)
-    assert all(each.passes for each in summary_of(found))
-
-
-def test_a_law_that_changed_costs_what_it_changed():
-    changed = LAWS | {"near:bf16": (0.02, 8.0, 0.002), "far:bf16": (0.2, 0.5, 0.002)}
-    before = {(each.spec, each.asked): each.plan for each in scores()}
-    for each in scores(truth(changed)):
-        assert each.plan == before[each.spec, each.asked]
-        times = {entry.plan: entry.time_ms for entry in truth(changed).entries.values() if entry.spec == each.spec}
-        allowed = [time for plan, time in times.items() if each.asked.fp8 or not plan.fp8]
-        assert each.regret == pytest.approx(times[each.plan] / min(allowed) - 1)
 
 
 def test_what_may_win_is_kept_with_the_choices_and_what_is_surely_slower_is_not():
@@ -110,55 +94,43 @@ def test_shapes_of_a_type_that_no_table_knows_are_chosen_by_a_rule_and_counted()
     assert not plain.passes
 
 
-@pytest.fixture
-def run_check(monkeypatch, capsys):
-    """``attnbench table check`` with these arguments: (exit code, standard output and error)."""
-
-    def run(*arguments):
-        from attnbench.cli import main
-
-        monkeypatch.setattr(sys, "argv", ["attnbench", "table", "check", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            main()
-        return end.value.code, *capsys.readouterr()
-
-    return run
+check = partial(attnbench, "table", "check")
 
 
-def test_the_command_scores_results_without_measuring_and_exits_by_the_bounds(tmp_path, monkeypatch, run_check):
+def test_the_command_scores_results_without_measuring_and_exits_by_the_bounds(tmp_path, monkeypatch):
     monkeypatch.setattr("attnbench.kernels.registry.registry", lambda: KNOWN)
     mine, fresh = tmp_path / "mine.json", tmp_path / "fresh.json"
     lawful().save(mine)
     truth().save(fresh)
-    code, out, _ = run_check(mine, "--on", fresh, "--format", "json")
-    assert code == 0
-    data = json.loads(out)
+    run = check(mine, "--on", fresh, "--format", "json")
+    assert run.returncode == 0
+    data = json.loads(run.stdout)
     assert data["passed"]
     assert {each["regret"] for each in data["choices"]} == {0.0}
     truth(LAWS | {"near:bf16": (0.02, 9.0, 0.002), "far:fp8": (0.3, 9.0, 0.06)}).save(fresh)
-    code, out, _ = run_check(mine, "--on", fresh)
-    assert code == 1
-    assert "failed: 2 shapes" in out
+    run = check(mine, "--on", fresh)
+    assert run.returncode == 1
+    assert "failed: 2 shapes" in run.stdout
 
 
-def test_the_command_scales_a_table_of_another_gpu_to_that_of_the_results(tmp_path, monkeypatch, run_check):
+def test_the_command_scales_a_table_of_another_gpu_to_that_of_the_results(tmp_path, monkeypatch):
     monkeypatch.setattr("attnbench.kernels.registry.registry", lambda: KNOWN)
     mine, fresh = tmp_path / "mine.json", tmp_path / "fresh.json"
     there = replace(an_environment(), device_type="cuda", device_name="NVIDIA H200", capability="9.0")
     replace(lawful(), environment=there).save(mine)
     for name, basis in (("NVIDIA H100 80GB HBM3", {"scaled"}), ("NVIDIA H200", {"predicted"})):
         replace(truth(), environment=replace(there, device_name=name)).save(fresh)
-        _, out, _ = run_check(mine, "--on", fresh, "--format", "json")
-        assert {each["basis"] for each in json.loads(out)["choices"]} == basis
+        shown = json.loads(check(mine, "--on", fresh, "--format", "json").stdout)
+        assert {each["basis"] for each in shown["choices"]} == basis
 
 
-def test_fresh_shapes_are_measured_resumed_and_scored(tmp_path, run_check):
+def test_fresh_shapes_are_measured_resumed_and_scored(tmp_path):
     arguments = ("--fresh", 1, "--seed", 3, "--backends", "sdpa-flash,sdpa-math", "--out", tmp_path / "out")
-    code, out, _ = run_check(*arguments, "--format", "json")
+    run = check(*arguments, "--format", "json")
     measured = (tmp_path / "out" / "measurements.jsonl").read_text()
-    assert code in (0, 1)
-    assert {each["asked"] for each in json.loads(out)["fresh"]} == {"nothing", 'dtype="fp8"'}
-    run_check(*arguments, "--resume")
+    assert run.returncode in (0, 1)
+    assert {each["asked"] for each in json.loads(run.stdout)["fresh"]} == {"nothing", 'dtype="fp8"'}
+    check(*arguments, "--resume")
     assert (tmp_path / "out" / "measurements.jsonl").read_text() == measured
 
 
@@ -171,7 +143,5 @@ def test_fresh_shapes_are_measured_resumed_and_scored(tmp_path, run_check):
         (["--fresh", "2", "--resume"], "--resume needs --out"),
     ],
 )
-def test_misuse_is_said_and_nothing_is_measured(run_check, arguments, said):
-    code, _, error = run_check(*arguments)
-    assert code == 2
-    assert said in error
+def test_misuse_is_said_and_nothing_is_measured(arguments, said):
+    fails(check(*arguments), 2, said)

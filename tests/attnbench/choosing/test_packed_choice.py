@@ -54,13 +54,3 @@ def test_measured_packed_batches_beat_what_sequences_of_one_length_say():
     alone = Known.of(table(*(each for each in measured if each.spec.lengths is None)))
     assert Evidence(dense, known).candidate(fast, 0.1, 1.0) == Evidence(dense, alone).candidate(fast, 0.1, 1.0)
     assert Evidence(spec(batch=16, seqlen_q=8192), known).candidate(fast, 0.1, None).verdict == "unmeasured"
-
-
-def test_one_packed_shape_of_the_users_own_does_not_hide_a_sweep():
-    sweep = table(*(entry(name, n.flops / 1e9, n) for n in (spec(batch=2, seqlen_q=2**i) for i in range(8, 14))
-                    for name in ("fast:bf16", "slow:bf16")))  # fmt: skip
-    own = table(entry("slow:bf16", 1e3, packed(16, 4096, 16384)))
-    asked = packed(16, 8192, 16384)
-    assert Evidence(asked, Known((own, sweep), None, {})).candidate(Plan.parse("fast:bf16"), 0.1, 1.0) is not None
-    at = Evidence(packed(16, 4096, 16384), Known((own, sweep), None, {}))
-    assert at.candidate(Plan.parse("slow:bf16"), 0.1, 1.0).time_ms == 1e3

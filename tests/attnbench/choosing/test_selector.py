@@ -1,7 +1,5 @@
 """The selector: fastest within the budget, nothing quietly, and reasons for everyone who lost."""
 
-import math
-
 import pytest
 from choices import entry, pick, spec, table, verdicts
 from fakes import FakeBackward, FakeForward, fake_backend, fake_registry
@@ -27,37 +25,6 @@ def test_measured_times_decide_and_fp8_waits_to_be_asked():
     assert "1.5 times" in slow.reasons[0]
 
 
-@pytest.mark.parametrize(
-    ("budget", "plan"), [(None, "fast:fp8"), (0.1, "fast:fp8"), (0.089, "fast:bf16"), (0.06, "fast:bf16")]
-)
-def test_the_budget_holds_over_every_input_family(budget, plan):
-    choice = pick(fp8=True, max_error=budget)
-    assert str(choice.plan) == plan
-    if plan != "fast:fp8":
-        lost = next(each for each in choice.candidates if each.plan.fp8)
-        assert lost.verdict == "inaccurate"
-        assert "outlier" in lost.reasons[0]
-
-
-def test_unmeasured_machines_follow_the_declared_order_and_get_one_hint():
-    choice = pick(table=table())
-    assert (str(choice.plan), choice.basis) == ("slow:bf16", "rule")
-    assert "attnbench sweep" in choice.hint
-    assert verdicts(pick(table=table(), fp8=True))["fast:fp8"] == "unmeasured"
-
-
-@pytest.mark.parametrize("status", ["crashed", "timeout", "oom", "error"])
-def test_what_failed_when_it_was_measured_is_not_chosen(status):
-    failed = Entry(spec(), Plan("slow:bf16"), status, reason="it broke")
-    assert verdicts(pick(table=table(failed)))["slow:bf16"] == "unmeasured"
-    assert str(pick(table=table(failed)).plan) == "fast:bf16"
-
-
-def test_a_non_finite_error_is_never_within_a_budget():
-    wild = table(entry("fast:bf16", 0.1, normal=math.inf), entry("slow:bf16", 3.0))
-    assert str(pick(table=wild, max_error=1e9).plan) == "slow:bf16"
-
-
 def grid(**times: dict[int, float]) -> Table:
     """Plans by name (``slow`` is slow:bf16, ``fp8`` fast:fp8), times by length."""
     names = {"slow": "slow:bf16", "fast": "fast:bf16", "fp8": "fast:fp8"}
@@ -69,18 +36,6 @@ def grid(**times: dict[int, float]) -> Table:
             for length, time in each.items()
         )
     )
-
-
-def test_a_shape_between_measured_ones_is_predicted():
-    both = grid(slow={1024: 1.0, 16384: 90.0}, fast={1024: 2.0, 16384: 50.0})
-    for length, plan in ((1100, "slow:bf16"), (14000, "fast:bf16")):
-        choice = pick(spec(seqlen_q=length), table=both)
-        assert (str(choice.plan), choice.basis) == (plan, "predicted")
-        assert choice.chosen.time_error > 0
-    for other in ({"head_dim": 128}, {"mask": Mask(None, 0)}, {"scale": 0.5}, {"softcap": 3.0}):
-        assert pick(spec(seqlen_q=12000, **other), table=both).basis == "predicted"
-    for strange in ({"dtype": "fp16"}, {"direction": "training"}):
-        assert pick(spec(seqlen_q=12000, **strange), table=both).basis == "rule"
 
 
 def fp8(choice):
@@ -121,14 +76,6 @@ def test_one_draw_twice_as_large_warns_of_all_shapes():
         assert pick(asked, table=planted, fp8=True, max_error=0.3).plan.fp8
 
 
-def test_errors_that_hardly_differ_leave_a_plan_eligible_close_to_its_budget():
-    even, uneven = [0.09] * 8, [0.06, 0.11, 0.05, 0.1, 0.06, 0.11, 0.05, 0.1]
-    for errors, allowed in ((even, True), (uneven, False)):
-        choice = pick(spec(seqlen_q=3000), table=outliers(*errors), fp8=True, max_error=0.12)
-        assert choice.plan.fp8 == allowed
-        assert fp8(choice).needs > 0.09
-
-
 def test_a_fault_at_one_head_dimension_is_not_averaged_away():
     good = [each for dim in (32, 64, 96, 256) for each in outliers(*[0.08] * 8, head_dim=dim).entries.values()]
     bad = outliers(0.3, head_dim=128).entries.values()
@@ -151,15 +98,6 @@ def test_a_failure_of_its_own_class_weighs_more_than_a_success_of_another():
     assert verdicts(pick(spec(seqlen_q=2048), table=table(entry("slow:bf16", 3.0), failed, other)))["fast:bf16"] == (
         "unmeasured"
     )
-
-
-def test_the_fastest_prediction_wins_where_nothing_was_measured_however_small_its_lead():
-    both = grid(slow={1024: 1.0, 16384: 240.0}, fast={1024: 1.02, 16384: 200.0})
-    choices = [pick(spec(seqlen_q=length), table=both) for length in range(1050, 4000, 150)]
-    for each in choices:
-        assert each.basis == "predicted"
-        assert each.chosen.time_ms == min(one.time_ms for one in each.candidates if one.time_ms)
-    assert any(each.margin.inside_noise for each in choices)
 
 
 def test_of_two_predictions_a_hair_apart_the_better_known_wins():
@@ -190,29 +128,6 @@ def test_a_tie_goes_to_the_more_accurate_then_to_the_first_in_the_declared_order
     assert tied(1.0, 1.009, 1.009) == "slow:bf16"
 
 
-def test_the_more_accurate_of_two_that_tie_wins_whatever_the_declared_order_says():
-    known = fake_registry(
-        fake_backend("coarse", FakeForward("coarse:fp8", preference=1)),
-        fake_backend("fine", FakeForward("fine:bf16", preference=2)),
-    )
-    for error, plan in ((0.05, "fine:bf16"), (0.0024, "coarse:fp8")):  # a quarter more is as accurate
-        rows = table(entry("coarse:fp8", 1.0, outlier=error), entry("fine:bf16", 1.005))
-        assert str(pick(table=rows, known=known, fp8=True).plan) == plan
-
-
-def test_an_fp8_plan_is_not_taken_on_the_word_of_easy_inputs():
-    seen = {"normal": 0.05}
-    for families, plan in (
-        (seen, "slow:bf16"), ({**seen, "biased-v": 0.01}, "slow:bf16"),
-        ({**seen, "outlier": 0.08}, "fast:fp8"), ({"captured:a@1#0": 0.06}, "fast:fp8"),
-    ):  # fmt: skip
-        rows = table(entry("slow:bf16", 3.0), Entry(spec(), Plan("fast:fp8"), "ok", 1.0, 0.0, families))
-        for asked in (spec(), spec(batch=3)):
-            choice = pick(asked, table=rows, fp8=True)
-            assert str(choice.plan) == plan
-    assert "inputs with outliers" in str(pick(table=table(entry("slow:bf16", 3.0), entry("fast:fp8", 1.0)), fp8=True))
-
-
 def test_one_shape_of_the_user_s_own_hides_no_sweep_of_its_neighbours(monkeypatch):
     """In the user's one spec slow wins; at all that ship, near the one that is asked, fast does."""
     user = table(entry("slow:bf16", 1.0), entry("fast:bf16", 2.0))
@@ -223,13 +138,6 @@ def test_one_shape_of_the_user_s_own_hides_no_sweep_of_its_neighbours(monkeypatc
     monkeypatch.setattr("attnbench.choosing.selector.known_tables", lambda device: Known((user, shipped)))
     assert str(pick(table=None).plan) == "slow:bf16"
     assert str(pick(spec(batch=2, seqlen_q=4096), table=None).plan) == "fast:bf16"
-
-
-def test_times_of_two_machines_do_not_meet_in_one_choice(monkeypatch):
-    user = table(entry("slow:bf16", 1.0))
-    shipped = table(*(entry("fast:bf16", 0.01, spec(seqlen_q=length)) for length in (512, 2048)))
-    monkeypatch.setattr("attnbench.choosing.selector.known_tables", lambda device: Known((user, shipped)))
-    assert str(pick(table=None).plan) == "slow:bf16"
 
 
 def test_noise_is_half_the_spread_of_both_between_its_bounds():
@@ -287,26 +195,6 @@ def test_in_training_more_queries_are_as_much_unmeasured_as_more_keys(growth, ve
     assert ("declared beyond 1024 keys" in str(choice)) is (growth is not None)
 
 
-def test_an_error_is_never_interpolated_into():
-    """Within the budget here, beyond it there: what lies between, and what lies below, is not vouched for."""
-
-    def at(length, error):
-        return entry("fast:fp8", length / 1e4, spec(seqlen_q=length), normal=0.05, outlier=error)
-
-    rest = [entry("slow:bf16", length / 1e3, spec(seqlen_q=length)) for length in (512, 2048, 8192)]
-    rising = table(*rest, at(512, 0.06), at(2048, 0.075), at(8192, 0.2))
-    falling = table(*rest, at(512, 0.2), at(2048, 0.075), at(8192, 0.06))
-    for length, written, allowed in (
-        (512, rising, True), (2048, rising, True), (8192, rising, False), (1024, rising, False), (4096, rising, False),
-        (512, falling, False), (1024, falling, False), (2048, falling, True), (4096, falling, False),
-    ):  # fmt: skip
-        choice = pick(spec(seqlen_q=length), table=written, fp8=True, max_error=0.1)
-        assert choice.plan.fp8 == allowed, length
-    # At a shape that was measured its own error counts, elsewhere also how much errors differ.
-    assert pick(spec(seqlen_q=2048), table=rising, fp8=True, max_error=0.085).plan.fp8
-    assert not pick(spec(seqlen_q=1024), table=rising, fp8=True, max_error=0.085).plan.fp8
-
-
 @pytest.mark.parametrize("status", ["crashed", "timeout", "oom", "error"])
 def test_what_failed_on_a_shape_that_is_nowhere_larger_is_not_chosen_by_prediction(status):
     times = grid(slow={512: 1.0, 4096: 70.0}, fast={512: 0.5, 4096: 35.0})
@@ -319,16 +207,6 @@ def test_what_failed_on_a_shape_that_is_nowhere_larger_is_not_chosen_by_predicti
     for length in (1024, 2400):
         assert verdicts(pick(spec(seqlen_q=2500), table=with_failure(length)))["fast:bf16"] == "unmeasured"
     assert str(pick(spec(seqlen_q=2500), table=with_failure(65536)).plan) == "fast:bf16"
-
-
-def test_returning_the_lse_asks_the_same_entries():
-    assert pick(spec(return_lse=True)).basis == "measured"
-
-
-def test_training_needs_a_backward_and_the_plan_names_it():
-    choice = pick(spec(direction="training"), table=table())
-    assert str(choice.plan) == "slow:bf16>slow:bf16"
-    assert verdicts(choice)["study:bf16>slow:bf16"] == "unmeasured"
 
 
 def test_a_name_goes_before_measurement_and_errors_are_errors():

@@ -3,16 +3,13 @@
 import json
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
 from command_line import SHAPE, attnbench, process
-from typer.main import get_command
 
 from attnbench import AttentionSpec, __version__, explain
-from attnbench.cli import app
 from attnbench.cli.explain import _sizes as sizes_of
 from attnbench.errors import InputError
 from attnbench.kernels.capabilities import Device
@@ -25,16 +22,6 @@ def test_version_is_the_package_s() -> None:
     run = attnbench("--version")
     assert run.returncode == 0
     assert run.stdout == f"attnbench {__version__}\n"
-
-
-def test_every_command_has_help_and_completion_is_offered() -> None:
-    top = attnbench("--help").stdout
-    commands = get_command(app).list_commands(None)
-    assert {"sweep", "backends", "explain", "doctor", "table"} <= {*commands}
-    for command in commands:
-        assert f"\n  {command} " in top
-        assert "Usage: attnbench" in attnbench(command, "--help").stdout
-    assert "--install-completion" in top
 
 
 def test_backends_lists_every_backend_with_a_reason_or_kernels() -> None:
@@ -76,19 +63,6 @@ def test_explain_asks_for_packed_and_padded_sequences_as_the_api_does() -> None:
     for wrong in ((2, 40, None, 81, None), (2, 40, None, 64, "left"), (2, 40, 41, 64, None)):
         with pytest.raises(InputError, match="--packed"):
             sizes_of(*wrong)
-
-
-def test_explain_hears_the_variable_and_the_option_beats_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def chosen(*more: str) -> Mapping[str, str]:
-        run = attnbench("explain", *SHAPE, "--device", "cpu", "--format", "json", *more)
-        assert run.returncode == 0, run.stderr
-        answer: Mapping[str, str] = json.loads(run.stdout)
-        return answer
-
-    monkeypatch.setenv("ATTNBENCH_BACKEND", "reference")
-    assert chosen()["plan"].startswith("reference:")
-    assert chosen()["asked_by"] == "ATTNBENCH_BACKEND"
-    assert chosen("--backend", "sdpa-math")["plan"].startswith("sdpa-math:")
 
 
 @pytest.mark.parametrize("format", ["text", "markdown"])

@@ -46,14 +46,6 @@ def test_table_build_from_the_file_equals_that_from_the_folder(results: Path, tm
     assert attnbench("table", "show", tmp_path / "a").stdout == attnbench("table", "show", tmp_path / "b").stdout
 
 
-def test_measurements_of_two_environments_are_not_mixed(results: Path, tmp_path: Path) -> None:
-    row = json.loads((results / "measurements.jsonl").read_text().splitlines()[0])
-    other = {**row, "environment": {**row["environment"], "torch": "9.9.9"}}
-    (tmp_path / "measurements.jsonl").write_text("\n".join(map(json.dumps, (row, other))) + "\n")
-    run = attnbench("table", "build", tmp_path, "-o", tmp_path / "table.json")
-    named(run, 2, "must not be mixed", "is 9.9.9")
-
-
 def test_a_table_that_cannot_be_written_exits_1(results: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     named(attnbench("table", "build", results, "-o", tmp_path / "file" / "table.json"), 1, "cannot be written")

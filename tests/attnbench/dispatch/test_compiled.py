@@ -5,13 +5,13 @@ import threading
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import Tensor
 
 from attnbench import api, attention, use_backend
 from attnbench.dispatch import memory
 from attnbench.errors import AttnbenchError, InputError
 from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Operands, Result, Saved
-from attnbench.problem.fp8 import Recipe, quantise
 from examples import every_pair
 
 PLANS = ["auto", "reference:fp32", "reference:fp64", "sdpa-math", "sdpa-flash", "emulated:fp8"]
@@ -87,23 +87,6 @@ def test_layouts_and_dtypes(dtype, layout, backend):
     assert not any(lse.requires_grad for _, lse in outs)
     grads = [torch.autograd.grad(out.sum(), x) for out, _ in outs]
     assert same(*grads)
-
-
-def test_a_plan_of_two_backends_and_a_single_gradient():
-    q, k, v = tensors()
-    k.requires_grad_()
-    arguments = {"backend": "emulated:fp8>sdpa-flash:bf16", "is_causal": True}
-    grads = [torch.autograd.grad(f(q, k, v, **arguments).sum(), k) for f in (compiled(attention), attention)]
-    assert same(*grads)
-
-
-def test_tensors_quantised_beforehand():
-    parts = [quantise(x, Recipe("head")) for x in tensors()]
-    names = {f"{n}_descale": x.descale[..., 0, 0] for n, x in zip("qkv", parts, strict=True)}
-    data = [x.data for x in parts]
-    out = compiled(attention)(*data, backend="reference:fp32", **names)
-    assert out.dtype == torch.bfloat16
-    assert torch.equal(out, attention(*data, backend="reference:fp32", **names))
 
 
 def test_lengths_that_vary_need_one_graph():
@@ -203,20 +186,6 @@ def test_a_backward_follows_its_forward_whatever_is_asked_for_in_between(monkeyp
         monkeypatch.setattr(memory, "decide", lambda *asks: pytest.fail("tables may have changed since"))
         found = torch.autograd.grad(out, x, grad_out)
     assert same([out, *found], expected)
-
-
-def test_forgotten_choices_are_made_anew(monkeypatch):
-    x = tensors()
-    function = compiled(lambda *x: attention(*x))
-    function(*x)
-    asked = []
-    original = memory.decide
-    monkeypatch.setattr(memory, "decide", lambda *asks: asked.append(asks) or original(*asks))
-    function(*x)
-    assert not asked
-    api.forget_choices()
-    function(*x)
-    assert len(asked) == 1
 
 
 class Stateful(ForwardKernel):

@@ -13,9 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attnbench import api, attention, explain, use_backend
 from attnbench.dispatch import memory
-from attnbench.errors import BudgetError, InputError, RefusedError, UnknownBackendError
 from attnbench.kernels.execution import Execution
-from attnbench.problem.fp8 import Recipe, quantise
 from attnbench.state import Cache
 
 
@@ -91,37 +89,6 @@ def test_layouts_and_grouping_are_part_of_the_key(ran):
     attention(x, x[:, :2], x[:, :2])
     with pytest.raises(ValueError, match="enable_gqa"):
         attention(x, x[:, :2], x[:, :2], enable_gqa=False)
-
-
-def test_granularity_is_part_of_the_key(ran):
-    q, k, v = tensors()
-    for granularity in ("tensor", "head", "tensor"):
-        parts = [quantise(x, Recipe(granularity)) for x in (q, k, v)]
-        scales = [x.descale.reshape(-1) if granularity == "tensor" else x.descale[..., 0, 0] for x in parts]
-        names = dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True))
-        attention(*(x.data for x in parts), backend="reference:fp32", **names)
-        assert ran.pop()[1].descale == granularity
-
-
-def test_what_only_refuses_is_part_of_the_key():
-    q, k, v = tensors()
-    attention(q, k, v, backend="emulated", dtype="fp8")
-    with pytest.raises(RefusedError, match="FP8"):
-        attention(q, k, v, backend="emulated")
-    attention(q, k, v, backend="emulated:fp8")
-    with pytest.raises(BudgetError, match="max_error"):
-        attention(q, k, v, backend="emulated:fp8", max_error=1e-6)
-    with pytest.raises(InputError, match="one dtype"):
-        attention(q.float(), k, v)
-    with pytest.raises(InputError, match="length"):
-        attention(q, k[:, :, 1:], v)
-
-
-def test_errors_are_not_remembered():
-    q, k, v = tensors()
-    for _ in range(2):
-        with pytest.raises(UnknownBackendError):
-            attention(q, k, v, backend="nobody")
 
 
 def test_forgetting_asks_again(monkeypatch):
@@ -214,24 +181,6 @@ def test_eight_threads_ask_each_for_its_own():
     for thread in threads:
         thread.join()
     assert not wrong
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("plan", ["auto", "sdpa-math", "emulated:fp8", "emulated:fp8>sdpa-flash:bf16"])
-def test_checkpointing_changes_nothing(plan, use_reentrant):
-    q, k, v = (x.requires_grad_() for x in tensors())
-
-    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(q * 1.5, k, v, is_causal=True, backend=plan).sin()
-
-    answers = []
-    for run in (block, lambda *x: checkpoint(block, *x, use_reentrant=use_reentrant)):
-        for x in (q, k, v):
-            x.grad = None
-        out = run(q, k, v)
-        out.sum().backward()
-        answers.append([out, *(x.grad for x in (q, k, v))])
-    assert all(torch.equal(one, two) for one, two in zip(*answers, strict=True))
 
 
 def test_a_context_reaches_what_a_checkpoint_computes_again(ran):

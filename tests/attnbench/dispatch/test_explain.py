@@ -1,8 +1,5 @@
 """What a choice tells: every plan and why, the lead and whether it means anything, what another budget would buy."""
 
-import json
-import math
-
 import pytest
 import torch
 from fakes import FakeBackward, FakeForward, an_environment, fake_backend, fake_registry
@@ -10,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnbench import AttentionSpec, Plan
-from attnbench.choosing.demotion import demote, demotions
 from attnbench.choosing.selector import choose
 from attnbench.errors import NoPlanError
 from attnbench.kernels.capabilities import Capabilities
@@ -56,22 +52,6 @@ def test_what_another_budget_would_buy():
     assert "14%" not in str(pick(*FOUR[:2], fp8=True, max_error=0.05))
 
 
-def test_what_saves_nothing_beyond_noise_is_no_trade():
-    assert not [each for each in pick(*FOUR[:2], entry("fast:fp8", 0.995, 0.07)).trades if each.change < 0]
-
-
-def test_the_margin_says_whether_it_means_anything():
-    lead = pick(*FOUR).margin
-    assert (str(lead.runner_up), lead.inside_noise) == ("slow:bf16", False)
-    assert lead.gap == pytest.approx(0.25)
-    assert "25.0% ahead of slow:bf16, beyond the noise of 1.0%" in str(pick(*FOUR))
-    tie = pick(entry("slow:bf16", 1.008, 0.002), entry("fast:bf16", 1.0, 0.002))
-    assert tie.margin.inside_noise
-    assert "0.8% behind fast:bf16, inside the noise of 1.0%" in str(tie)
-    assert pick(FOUR[0]).margin is None
-    assert pick().margin is None
-
-
 def test_every_plan_says_what_became_of_it():
     refusing = fake_registry(*KNOWN.backends.values(), fake_backend("short", FakeForward("short:bf16", row=SHORT)))
     broken = Entry(SPEC, Plan("fast:fp8-token"), "crashed", reason="illegal memory access")
@@ -89,24 +69,6 @@ def test_every_plan_says_what_became_of_it():
         **found["fast:bf16"], "basis": "measured", "time_ms": 1.0, "spread_ms": 0.02, "error": 0.003, "reasons": [],
     }  # fmt: skip
     assert data["margin"] == {"runner_up": "slow:bf16", "gap": 0.25, "noise": 0.01, "inside_noise": False}
-
-
-def test_a_prediction_is_told_from_a_measurement():
-    def at(length):
-        return SPEC.replace(seqlen_q=length, seqlen_kv=length)
-
-    rows = [entry(plan, length / 1000 * factor, 0.002, at=at(length))
-            for length in (512, 2048, 8192) for plan, factor in (("slow:bf16", 2.0), ("fast:bf16", 1.0))]  # fmt: skip
-    choice = pick(*rows, spec=at(1024))
-    assert choice.basis == choice.to_dict()["candidates"][0]["basis"] == "predicted"
-    assert "by prediction from measured neighbours" in str(choice)
-    assert "error of the prediction" in str(choice)
-
-
-def test_json_holds_what_it_has_no_number_for():
-    wild = entry("fast:bf16", 0.5, math.inf)
-    data = json.loads(json.dumps(pick(wild, FOUR[0]).to_dict(), allow_nan=False))
-    assert next(each for each in data["candidates"] if each["plan"] == "fast:bf16")["error"] == "inf"
 
 
 HOSTILE = "\x1b[2Jbroke\r\n| it <b>\u202eall"
@@ -146,16 +108,3 @@ def test_a_trade_is_what_that_budget_chooses(measured, budget, fp8):
     best = pick(*rows, fp8=True, max_error=1.0)
     if best.chosen.time_ms < 0.96 * choice.chosen.time_ms:
         assert saved
-
-
-@pytest.mark.parametrize("fp8", [False, True])
-def test_no_budget_buys_a_plan_that_a_guard_has_found_wanting(fp8):
-    rows = (FOUR[0], entry("fast:fp8", 0.5, 0.009, 0.0, "outlier"))
-    demote(Plan("fast:fp8"), SPEC, "it was off by 0.3")
-    try:
-        choice = pick(*rows, fp8=fp8)
-    finally:
-        demotions.forget()
-    assert str(choice.plan) == "slow:bf16"
-    assert choice.trades == ()
-    assert str(pick(*rows, fp8=True).plan) == "fast:fp8"

@@ -68,33 +68,6 @@ def test_what_was_recorded_is_chosen_again_whatever_the_table_and_the_order(aske
             assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_without_a_file_another_table_chooses_another_plan(fakes, path):
-    """What the property above would not show if the tables never mattered."""
-    for order in (("slow:bf16", "fast:bf16"), ("fast:bf16", "slow:bf16")):
-        fakes(*order)
-        assert str(choose(spec(), CPU).plan) == order[0]
-        with freeze(path):
-            assert str(choose(spec(), CPU).plan) == "slow:bf16"
-    assert plans(path) == ["slow:bf16"]
-
-
-def test_a_frozen_choice_reads_no_table(fakes, path, monkeypatch):
-    with freeze(path):
-        choose(spec(), CPU)
-    monkeypatch.setattr(selector, "known_tables", lambda device: pytest.fail("a table was read"))
-    with freeze(path, missing="raise"):
-        assert choose(spec(), CPU).basis == "frozen"
-
-
-def test_a_question_of_its_own_is_not_frozen(fakes, path):
-    """Who names a table or a registry asks about those."""
-    known = fakes()
-    with freeze(path, missing="record"):
-        assert choose(spec(), CPU, table=table("fast:bf16")).basis == "measured"
-        assert choose(spec(), CPU, known=known).basis == "rule"
-    assert not path.exists()
-
-
 def test_opting_in_and_the_budget_are_parts_of_the_question(fakes, path):
     fakes("fast:fp8", "fast:bf16", "slow:bf16")
     with freeze(path):
@@ -139,15 +112,3 @@ def test_a_file_that_is_not_there_is_recorded_or_an_error(path, missing):
     with freeze(path):
         assert not path.exists()
     assert not path.exists()  # nothing was asked
-
-
-def test_whole_plans_and_kernels_without_gradients_need_no_file(fakes, path):
-    with freeze(path):
-        choose(spec(), CPU)
-    with freeze(path, missing="raise"):
-        assert choose(spec(), CPU, backend="fast:fp8").basis == "explicit"
-        assert choose(spec(direction="training"), CPU, backend="fast:fp8>slow:bf16").basis == "explicit"
-        with pytest.raises(FrozenError):  # its backward is a choice
-            choose(spec(direction="training"), CPU, backend="fast:fp8")
-        with pytest.raises(FrozenError):
-            choose(spec(), CPU, backend="fast")

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from attnbench import attention, explain, freeze
 from attnbench.cli import app
-from attnbench.dispatch import memory
 from attnbench.errors import FrozenError, InputError, RefusedError
 from attnbench.freezing.file import Frozen
 from attnbench.kernels.execution import Execution
@@ -75,21 +73,6 @@ def test_the_command_line_explains_by_a_file(path, capsys):
         app([*asked, "65"], standalone_mode=False)
 
 
-def test_memories_are_dropped_at_start_and_stop_and_used_in_between(path, ran, monkeypatch):
-    x = tensors()
-    other = freeze_other(path, {})
-    attention(*x)
-    with freeze(path, missing="raise"):
-        attention(*x)
-        with monkeypatch.context() as patch:
-            patch.setattr(memory, "decide", lambda question: pytest.fail("asked again"))
-            attention(*x)
-    attention(*x)
-    usual = str(explain(*x).plan)
-    assert usual != other
-    assert ran == [usual, other, other, usual]
-
-
 def test_compiled_programs_follow_the_file(path, ran):
     torch._dynamo.reset()
     x = tensors(grad=True)
@@ -111,14 +94,6 @@ def test_compiled_programs_follow_the_file(path, ran):
     assert torch.equal(function(*x), expected)
     assert ran == [usual]
     torch._dynamo.reset()
-
-
-def test_checkpoints_compute_again_what_the_file_says(path, ran):
-    x = tensors(grad=True)
-    other = freeze_other(path, {}, x=x)
-    with freeze(path, missing="raise"):
-        checkpoint(attention, *x, use_reentrant=False).sum().backward()
-    assert ran == [other] * 2
 
 
 def test_an_export_of_dynamic_shapes_asks_the_file_that_is_open(path, ran):

@@ -12,18 +12,6 @@ from attnbench.freezing import file as frozen_file
 from attnbench.freezing import freeze as freezing
 
 
-def test_what_others_have_recorded_meanwhile_is_not_chosen_again(fakes, path, monkeypatch):
-    """Even by a rank that could not choose at all."""
-    with freeze(path):
-        choose(spec(), CPU)
-    before = path.read_bytes()
-    path.unlink()
-    with freeze(path):
-        path.write_bytes(before)
-        monkeypatch.setattr(freezing, "choose", lambda *_, **__: pytest.fail("chosen anew"))
-        assert str(choose(spec(), CPU).plan) == "slow:bf16"
-
-
 def test_a_run_that_is_alone_reads_and_spells_no_choice_again(fakes, path, monkeypatch):
     """A growing cache of keys asks thousands of questions, and each writes the file."""
     read, spelt = Mock(wraps=frozen_file.read_text), Mock(wraps=frozen_file.short_fields)
@@ -39,14 +27,6 @@ def test_a_run_that_is_alone_reads_and_spells_no_choice_again(fakes, path, monke
         reads = read.call_count
         choose(spec(seqlen_q=21), CPU)
         assert read.call_count > reads  # what others write is seen
-
-
-def test_what_a_run_follows_it_follows_to_the_end(fakes, path):
-    with freeze(path):
-        choose(spec(), CPU)
-        rewritten(path, "slow", "fast")
-        choose(spec(seqlen_q=7), CPU)  # reads the file again
-        assert str(choose(spec(), CPU).plan) == "slow:bf16"
 
 
 def test_a_rank_that_loses_the_race_takes_the_winners_plan(fakes, path, monkeypatch):

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from guarded import NAME, noise, step, tensors
+from guarded import noise, step, tensors
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -15,7 +15,6 @@ from attnbench.errors import AttnbenchWarning, BreachError, InputError
 from attnbench.guarding import guard as guarding
 from attnbench.guarding.check import Sums
 from attnbench.kernels.guard_hook import watching
-from attnbench.problem.fp8 import Recipe, quantise
 
 pytestmark = pytest.mark.filterwarnings("ignore::attnbench.errors.BreachWarning")
 
@@ -28,19 +27,6 @@ def test_a_folder_that_cannot_be_written_costs_the_file_alone(planted, tmp_path)
         attention(*tensors())
     assert watch.breaches[0].path is None
     assert list(watch.skipped) == ["its tensors could not be written"]
-
-
-def test_quantised_tensors_are_watched(planted):
-    forward, _ = planted
-    parts = [quantise(x, Recipe("head")) for x in tensors()]
-    names = {f"{n}_descale": x.descale[..., 0, 0] for n, x in zip("qkv", parts, strict=True)}
-    for relative, found in ((0.05, False), (0.5, True)):
-        forward.change = noise(relative)
-        with guard(every=1) as watch:
-            for _ in range(3):
-                attention(*(x.data for x in parts), backend=NAME, **names)
-        assert bool(watch.breaches) == found
-        assert watch.checks == 3
 
 
 @pytest.mark.parametrize(("name", "state"), [("out", object()), ("dq", None), ("dk", object()), ("dv", None)])
@@ -230,25 +216,6 @@ def test_a_check_that_fails_costs_itself_alone(monkeypatch, caplog):
         assert len(said) == 1
         assert watch.checks == 3
     assert [each.getMessage() for each in caplog.records] == ["a check fell short: OutOfMemoryError: no room"] * 3
-
-
-@pytest.mark.parametrize("mode", ["inference", "autocast", "default device", "no grad"])
-def test_in_the_modes_that_programs_run_in(planted, mode):
-    forward, _ = planted
-    modes = {
-        "inference": torch.inference_mode(),
-        "autocast": torch.autocast("cpu", dtype=torch.bfloat16),
-        "default device": torch.device("meta"),
-        "no grad": torch.no_grad(),
-    }
-    x = tensors(dtype=torch.float32)
-    bound = 1e-2 if mode == "autocast" else 1e-4  # out is in bf16 there
-    for relative, found in ((bound / 100, False), (bound * 10, True)):
-        forward.change = noise(relative)
-        with guard(every=1, max_error=bound) as watch, modes[mode]:
-            attention(*x, backend=NAME)
-        assert bool(watch.breaches) == found, relative
-        assert not watch.skipped
 
 
 @pytest.mark.parametrize(

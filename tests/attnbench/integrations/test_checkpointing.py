@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from attnbench import use_backend
@@ -96,23 +95,6 @@ def test_the_context_around_the_forward_holds_in_the_backward():
         out = without(q)
     assert torch.equal(torch.autograd.grad(out.square().sum(), q)[0], wanted)
     assert not torch.equal(torch.autograd.grad(without(q).square().sum(), q)[0], wanted)
-
-
-def test_multi_head_attention_and_what_is_handed_on():
-    heads, x = nn.MultiheadAttention(16, 2, batch_first=True), tensor(2, 8, 16)
-    with replaced(**FP8) as calls:
-        (wanted,) = torch.autograd.grad(heads(x, x, x, need_weights=False)[0].square().sum(), x)
-        out = checkpoint(lambda x: heads(x, x, x, need_weights=False)[0], x, use_reentrant=False)
-    assert torch.equal(torch.autograd.grad(out.square().sum(), x)[0], wanted)
-    assert calls.served == 3
-
-    def dropping(q):
-        return F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
-
-    with pytest.warns(AttnbenchWarning, match="dropout"), replaced(**FP8, otherwise="torch") as calls:
-        out = checkpoint(dropping, x[:, None], use_reentrant=False)
-    out.sum().backward()
-    assert calls.handed_on["dropout"] == 2
 
 
 def test_an_autograd_function_that_may_compute_again_by_other_means_is_refused():

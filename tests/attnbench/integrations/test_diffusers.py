@@ -1,7 +1,6 @@
 """Models of diffusers around our attention: what its native backend computes, or a sentence that says why not."""
 
 import copy
-import pickle
 import sys
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 from tiny_models import error, flux, step, worst
 
 from attnbench.errors import AttnbenchWarning, InputError, UnknownBackendError
-from attnbench.integrations import mask_tensors
 from attnbench.integrations.diffusers import register
 from attnbench.integrations.sdpa import replaced
 
@@ -90,26 +88,6 @@ def test_layers_that_do_not_ask_the_dispatcher_are_named_and_ask_sdpa():
     assert 1e-4 < error(found[0], wanted[0]) < 0.12
 
 
-def test_arguments_mean_what_they_mean_to_the_native_backend(monkeypatch):
-    seen, look = [], mask_tensors.mask_of_tensor
-    monkeypatch.setattr(mask_tensors, "mask_of_tensor", lambda *args: seen.append(args) or look(*args))
-    calls = register(backend="reference")
-    q, k, v = tensor(2, 6, 4, 8), tensor(2, 6, 2, 8, seed=1), tensor(2, 6, 2, 8, seed=2)
-    everything = torch.ones(2, 6, dtype=torch.bool)
-    for named in [
-        {"is_causal": True},
-        {"scale": 0.3},
-        {"attn_mask": everything},
-        {"attn_mask": everything},
-        {"attn_mask": torch.zeros(2, 1, 1, 6)},
-        {"attn_mask": torch.ones(6, 6, dtype=torch.bool).tril()},
-    ]:
-        torch.testing.assert_close(
-            ask(q, k, v, enable_gqa=True, **named), native(q, k, v, enable_gqa=True, **named), rtol=1e-4, atol=1e-5
-        )
-    assert (calls.served, len(seen)) == (6, 3)  # one tensor is asked with twice
-
-
 def test_what_cannot_be_served_is_refused_and_handed_on_only_where_that_was_asked_for():
     q = tensor(2, 6, 2, 8)
     padding = torch.randn(2, 6, 6)[:, None]  # a bias
@@ -129,17 +107,6 @@ def test_what_cannot_be_served_is_refused_and_handed_on_only_where_that_was_aske
     assert (calls.served, calls.handed_on.total()) == (1, 1)
     with pytest.raises(InputError, match="context parallelism"):
         ask(q, q, q, parallel_config=object())
-
-
-def test_the_name_is_a_backend_like_diffusers_own():
-    register("attnbench")
-    name = dispatch.AttentionBackendName("attnbench")
-    assert register("attnbench").served == 0
-    assert dispatch.AttentionBackendName("attnbench") is name is dispatch.AttentionBackendName["ATTNBENCH"]
-    assert name is dispatch.AttentionBackendName.ATTNBENCH
-    assert [each.value for each in dispatch.AttentionBackendName].count("attnbench") == 1
-    assert pickle.loads(pickle.dumps(name)) is copy.deepcopy(name) is name
-    assert dispatch.AttentionBackendName("native").value == "native"
 
 
 def masks_of_padding():
@@ -171,44 +138,6 @@ def test_masks_of_padding_become_packed_calls(name):
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     assert torch.equal(ask(*x, mask.clone(), enable_gqa=True), found[0])
-
-
-def test_masks_that_hide_more_than_padding_are_refused():
-    register()
-    q, keys = tensor(2, 7, 2, 8), masks_of_padding()["keys"]
-    numbers = masks_of_padding()["numbers"]
-    for mask in (
-        keys & torch.ones(7, 7, dtype=torch.bool).tril(),
-        keys & torch.tensor([True, False]).view(1, 2, 1, 1),
-        numbers.masked_fill(numbers < 0, -100.0),
-        torch.where(masks_of_padding()["both"], 0.0, -1e9),  # where a row of the same number hides nothing
-    ):
-        with pytest.raises(InputError, match="biases or blocks"):
-            ask(q, q, q, mask)
-
-
-def test_a_model_with_padded_text_attends_to_its_tokens():
-    calls = register(backend="reference")
-    torch.manual_seed(0)
-    model = diffusers.QwenImageTransformer2DModel(
-        patch_size=1, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=2,
-        joint_attention_dim=16, axes_dims_rope=(4, 4, 8),
-    )  # fmt: skip
-    inputs = {
-        "hidden_states": tensor(2, 16, 4),
-        "encoder_hidden_states": tensor(2, 7, 16, seed=1),
-        "encoder_hidden_states_mask": masks_of_padding()["text"],
-        "timestep": torch.tensor([1.0, 0.5]),
-        "img_shapes": [[(1, 4, 4)]] * 2,
-        "return_dict": False,
-    }
-    ours = copy.deepcopy(model)
-    ours.set_attention_backend("attnbench")
-    model.set_attention_backend("native")
-    wanted, found = step(model, **inputs), step(ours, **inputs)
-    assert calls.served == 2
-    assert error(found[0], wanted[0]) < 1e-5
-    assert worst(found[1], wanted[1]) < 1e-4
 
 
 def test_what_cannot_be_registered(monkeypatch):

@@ -17,9 +17,8 @@ from patience import PATIENCE
 from places import ROOT
 from torch import Tensor
 
-from attnbench import AttentionSpec, Mask, Plan, attention
+from attnbench import AttentionSpec, Plan, attention
 from attnbench.errors import RefusedError
-from attnbench.kernels.devices import describe
 from attnbench.kernels.registry import registry
 from attnbench.state import forget
 from attnbench.tables.binding import Binding
@@ -83,14 +82,6 @@ def installed(site: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return site
 
 
-def test_the_example_is_listed_with_its_kernels(installed: Path) -> None:
-    naive = by_name(attnbench(*LIST))["naive"]
-    assert (naive["available"], naive["version"], naive["origin"]) == (True, "0.1.0", "attnbench-backend-example")
-    assert {(each["name"], each["pass"]) for each in naive["kernels"]} == {
-        (name, each) for name in ("naive:fp32", "naive:bf16") for each in ("forward", "backward")
-    }
-
-
 def answers(backend: str, dtype: torch.dtype, tensors: list[Tensor], grad: Tensor, **arguments: Any) -> list[Tensor]:
     q, k, v = (x.to(dtype).requires_grad_() for x in tensors)
     out, lse = attention(q, k, v, backend=backend, return_lse=True, **arguments)
@@ -117,23 +108,6 @@ def test_the_example_computes_attention_and_its_gradients(
     truth = answers("reference:fp64>reference:fp64", torch.float64, tensors, grad, **arguments)
     errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, truth, strict=True)]
     assert 0 < max(errors) < registry().forward(name).declared_error
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        ({}, None),
-        ({"mask": Mask(8, 8)}, "no window mask"),
-        ({"softcap": 30.0}, "no softcap"),
-        ({"seqlen_kv": 2**30}, "would hold"),
-        ({"dtype": "fp16"}, "not fp16"),
-    ],
-)
-def test_the_example_refuses_in_sentences_what_it_cannot_do(installed: Path, more: Any, said: str | None) -> None:
-    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=64, head_dim=16, **more)
-    reasons = registry().forward("naive:bf16").refusals(spec, describe(CPU))
-    assert len(reasons) == (said is not None)
-    assert said is None or said in reasons[0]
 
 
 def test_the_example_is_swept_like_any_backend(installed: Path, tmp_path: Path) -> None:

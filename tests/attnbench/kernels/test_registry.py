@@ -24,44 +24,6 @@ def family(name: str, *precisions: str, backward: bool = True) -> Backend:
     return fake_backend(name, *kernels, *([FakeBackward(f"{name}:{each}") for each in precisions] if backward else []))
 
 
-def test_plans_pair_16_bit_kernels_at_home_and_fp8_forwards_with_everyone():
-    known = fake_registry(family("a", "bf16", "fp8"), family("b", "bf16", "fp16"), family("c", "fp8", backward=False))
-    assert [str(plan) for plan in known.plans(spec())] == ["a:bf16", "a:fp8", "b:bf16", "b:fp16", "c:fp8"]
-    training = {str(plan) for plan in known.plans(spec(direction="training"))}
-    assert training == {
-        "a:bf16>a:bf16", "b:bf16>b:bf16", "b:fp16>b:fp16",
-        "a:fp8>a:fp8", "a:fp8>a:bf16", "a:fp8>b:bf16",
-        "c:fp8>a:bf16", "c:fp8>b:bf16",
-    }  # fmt: skip
-
-
-def test_a_forward_goes_with_all_backwards_of_its_backend_that_follow_it_before_those_of_others():
-    mixing, alone = FakeForward("own:fp8"), FakeForward("own:fp8-head")
-    alone.mixes = False
-    both = ("own:fp8", "own:fp8-head")
-    own = fake_backend(
-        "own", mixing, alone, FakeForward("own:fp8-odd"),
-        FakeBackward("own:fp8", follows=both), FakeBackward("own:fp8-all", follows=both), FakeBackward("own:bf16"),
-    )  # fmt: skip
-    stranger = FakeBackward("b:fp8-own", follows=("own:fp8",))  # pairs with nobody else's forward unasked
-    known = fake_registry(family("a", "bf16"), fake_backend("b", FakeForward("b:bf16"), stranger), own)
-    training = spec(direction="training")
-    partners = {
-        forward: [plan.backward for plan in known.plans(training) if plan.forward == forward]
-        for forward in ("own:fp8", "own:fp8-head", "own:fp8-odd", "a:bf16")
-    }
-    kin = ["own:fp8", "own:fp8-all", "own:bf16"]
-    assert partners == {
-        "own:fp8": [*kin, "a:bf16", "b:fp8-own"],
-        "own:fp8-head": kin,
-        "own:fp8-odd": ["own:bf16", "a:bf16"],
-        "a:bf16": ["a:bf16"],
-    }
-    assert len(known.plans(training)) == len(set(known.plans(training)))
-    assert known.reasons(Plan.parse("own:fp8>own:fp8-all"), training, CPU) == ("ok", [])
-    assert known.plans_with("own:fp8", spec()) == [Plan("own:fp8")]
-
-
 def test_reasons_tell_unavailable_from_refused():
     only_64 = Capabilities(dtypes=("bf16",), head_dims=(64, 64, 1))
     known = fake_registry(
@@ -180,37 +142,6 @@ def test_unknown_names_offer_the_nearest():
         known.backend("flexx")
     with pytest.raises(UnknownBackendError, match="flex, sdpa-flash"):
         known.backend("zzz")
-
-
-def test_kernels_made_from_their_names_are_not_listed():
-    made = []
-
-    def resolve(precision):
-        if not precision.startswith("fp8-"):
-            return ()
-        made.append(precision)
-        return (FakeForward(f"maker:{precision}"), FakeBackward(f"maker:{precision}"))
-
-    known = fake_registry(fake_backend("maker", FakeForward("maker:fp8"), FakeBackward("maker:fp8"), resolve=resolve))
-    before = known.plans(spec(direction="training"))
-    assert known.forward("maker:fp8-token").name == "maker:fp8-token"
-    assert known.backward("maker:fp8-token").name == "maker:fp8-token"
-    assert made == ["fp8-token"]
-    assert known.plans(spec(direction="training")) == before
-    assert known.plans_with("maker:fp8-token", spec())[0] == Plan("maker:fp8-token")
-    with pytest.raises(UnknownBackendError):
-        known.forward("maker:other")
-
-
-def test_a_check_that_raises_costs_that_backend_alone():
-    def explode() -> Availability:
-        raise OSError("libcuda.so.1: cannot open shared object file")
-
-    known = fake_registry(Backend("broken", "raises", explode, (FakeForward("broken:bf16"),)), family("fine", "bf16"))
-    status, reasons = known.reasons(Plan("broken:bf16"), spec(), CPU)
-    assert status == "unavailable"
-    assert "libcuda.so.1" in reasons[0]
-    assert known.reasons(Plan("fine:bf16"), spec(), CPU)[0] == "ok"
 
 
 def test_availability_is_asked_once():

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from attnbench import attention, explain
 from attnbench.errors import InputError
-from attnbench.problem.fp8 import Recipe, quantise
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -70,32 +69,3 @@ def test_compiled_code_is_compiled_anew_where_autocast_has_changed() -> None:
     for enabled in (False, True, False):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
             assert function(*x).dtype == (torch.bfloat16 if enabled else torch.float32)
-
-
-def test_fp8_tensors_stay_as_they_are() -> None:
-    parts = [quantise(x.detach(), Recipe("tensor")) for x in tensors(*[torch.bfloat16] * 3)]
-    names = {f"{n}_descale": x.descale for n, x in zip("qkv", parts, strict=True)}
-    answers = []
-    for enabled in (False, True):
-        with torch.autocast("cpu", dtype=torch.float16, enabled=enabled):
-            answers.append(attention(*(x.data for x in parts), backend="reference:fp32", **names))
-    assert answers[1].dtype == torch.bfloat16
-    assert torch.equal(*answers)
-
-
-def test_the_type_that_is_named_is_the_one_cast_to() -> None:
-    x = tensors(*[torch.float32] * 3)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        attention(*x, dtype="bf16")
-        with pytest.raises(InputError, match="own bf16"):
-            attention(*x, dtype="fp32")
-
-
-def test_attention_that_computes_in_autocast_is_in_the_gradient_of_a_checkpoint() -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    x = tensors(torch.float32, torch.float32, torch.bfloat16)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = step(lambda *x: checkpoint(attention, *x, use_reentrant=False), x)
-        wanted = step(attention, x)
-    assert all(torch.equal(one, two) for one, two in zip(found, wanted, strict=True))

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 
 from attnbench import AttentionSpec, Mask
 from attnbench.errors import InputError
-from attnbench.kernels.capabilities import Capabilities, Device
 from attnbench.problem.lengths import packed, padded
 from attnbench.problem.lengths_kind import LengthsKind, bucket
 from attnbench.problem.spec_text import short_fields
@@ -42,12 +40,6 @@ def test_a_spec_with_lengths_survives_its_texts_and_no_two_read_alike() -> None:
         assert AttentionSpec.from_dict(json.loads(json.dumps(short_fields(spec)))) == spec
 
 
-def test_a_spec_of_one_length_is_written_as_before() -> None:
-    assert "lengths" not in SPEC.to_dict()
-    assert "lengths" not in short_fields(SPEC)
-    assert str(SPEC) == "b4 h2 s32 d16 fp32 causal forward"
-
-
 @pytest.mark.parametrize(
     ("data", "said"),
     [
@@ -72,10 +64,6 @@ def test_buckets_are_ordered_and_two_a_doubling(count: int) -> None:
     assert bucket(bucket(count)) == bucket(count) <= bucket(count + 1)
 
 
-def test_few_buckets_hold_all_counts() -> None:
-    assert sorted({bucket(count) for count in range(65)}) == [1, 2, 3, 4, 6, 8, 12, 16, 23, 32, 46, 64]
-
-
 @settings(max_examples=examples(60, 400))
 @given(
     st.integers(1, 9), st.integers(1, 9), st.one_of(st.none(), st.integers(0, 9)),
@@ -93,24 +81,6 @@ def test_a_shortened_mask_is_the_same_mask_of_every_shorter_sequence(
                 assert one == other or (one[0] == one[1] and other[0] == other[1])
 
 
-def test_operations_are_counted_by_the_lengths() -> None:
-    equal = SPEC.replace(lengths=replace(PACKED, total_q=128, total_kv=128))
-    assert equal.flops == SPEC.flops  # four sequences of 32 tokens
-    uneven = SPEC.replace(lengths=PACKED)
-    assert SPEC.flops / 4 < uneven.flops < SPEC.flops / 2 * 1.01
-    assert SPEC.replace(lengths=LengthsKind(batch="padded")).flops == SPEC.flops
-
-
-def test_a_row_refuses_what_it_does_not_name() -> None:
-    device = Device("cpu", "a CPU")
-    for kind in KINDS:
-        spec = SPEC.replace(lengths=kind)
-        assert Capabilities(dtypes=("fp32",)).refusals(spec, device) == [
-            f"takes sequences of one length, not a {kind.batch} batch"
-        ]
-        assert Capabilities(dtypes=("fp32",), lengths=(kind.batch,)).refusals(spec, device) == []
-
-
 def test_the_longest_is_read_once_and_again_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnbench.problem.lengths._readable", lambda _: False)  # as on a GPU
     q = torch.zeros(1, 1, 9, 4)
@@ -122,20 +92,6 @@ def test_the_longest_is_read_once_and_again_after_a_change(monkeypatch: pytest.M
     places.tolist = None  # type: ignore[method-assign]
     places.detach = None  # type: ignore[method-assign]  # reading it again would raise
     assert packed(q, q, places, places, None, None).longest_q == 5
-
-
-@pytest.mark.parametrize(
-    ("values", "longest", "said"), [([0, 7, 5, 9], None, "ascend"), ([0, 5, 7, 10], 9, "ascend"), ([0, 1, 9], 7, "8")]
-)
-def test_where_values_are_checked_changes_behind_torchs_back_are_noticed(
-    values: list[int], longest: int | None, said: str
-) -> None:
-    memory = np.full(len(values), 9, dtype=np.int32)
-    memory[0], places = 0, torch.from_numpy(memory)
-    assert packed(Q, Q, places, places, None, None).longest_q == 9
-    memory[:] = values
-    with pytest.raises(InputError, match=said):
-        packed(Q, Q, places, places, longest, None)
 
 
 Q = torch.zeros(1, 1, 9, 4)

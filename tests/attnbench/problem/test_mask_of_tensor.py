@@ -62,14 +62,6 @@ def test_one_place_that_differs_makes_it_another_mask_or_none(left, right, seqle
     assert mask_of_tensor(tensor, seqlen_q, seqlen_kv) is None  # the other heads still have the first mask
 
 
-@pytest.mark.parametrize(
-    ("seqlen_q", "seqlen_kv", "alignment"), [(6, 6, "top-left"), (3, 9, "bottom-right"), (6, 9, "top-left")]
-)
-def test_causal_is_called_causal(seqlen_q, seqlen_kv, alignment):
-    mask = Mask(right=0, alignment=alignment)
-    assert mask_of_tensor(visible(mask, seqlen_q, seqlen_kv), seqlen_q, seqlen_kv) == mask
-
-
 def test_a_cache_that_is_not_full_is_a_window_and_all_keys_are_no_mask():
     seen = torch.arange(32) < 7
     assert mask_of_tensor(seen, 1, 32) == Mask(right=6)

@@ -52,17 +52,6 @@ def test_what_cannot_be_read_is_refused_whatever_was_answered_before(name: str, 
             function(*x)
 
 
-@pytest.mark.parametrize("backend", ["reference:fp32", "emulated:fp8", "triton:fp8", "sdpa-math"])
-def test_a_tensor_that_is_negated_when_it_is_read_is_read_so(backend: str) -> None:
-    x = [torch.complex(each, each + 1).conj().imag for each in tensors()]
-    assert all(each.is_neg() for each in x)
-    try:
-        wanted = attention(*(each.resolve_neg() for each in x), backend=backend)
-    except Exception as error:  # a kernel that does not run here
-        pytest.skip(str(error))
-    assert torch.equal(attention(*x, backend=backend), wanted)
-
-
 class Named(Tensor):
     """A subclass that torch hands through all its functions."""
 

@@ -1,6 +1,5 @@
 """Environments say what must match, what is good to know, and refuse nonsense."""
 
-import hashlib
 import json
 import os
 import subprocess
@@ -15,10 +14,8 @@ from command_line import attnbench
 from hypothesis import given
 from hypothesis import strategies as st
 from places import ROOT
-from planted import healthy
 
 from attnbench.errors import InputError
-from attnbench.kernels.contract import Availability, Backend
 from attnbench.kernels.registry import Registry
 from attnbench.state import forget
 from attnbench.tables.environment import Environment, own_commit
@@ -33,38 +30,7 @@ GPU = Environment(
 CPU = replace(GPU, device_type="cpu", device_name="a CPU", device_count=1, capability=None, cuda=None, cudnn=None)
 
 
-def test_this_machine_is_described_and_compares_equal_to_itself():
-    here = Environment.detect(torch.device("cpu"), healthy())
-    assert here.device_type == "cpu"
-    assert here.device_name == here.cpu
-    assert torch.__version__.startswith(here.torch)
-    assert "+" not in here.torch
-    assert here.threads == torch.get_num_threads()
-    assert set(here.backends) == {"reference", "wide", "small", "picky"}
-    again = Environment.from_dict(json.loads(json.dumps(here.to_dict())))
-    assert again == here
-    assert again.key == here.key
-    assert hash(again) == hash(here)
-    assert here.differences(again) == ([], [])
-
-
 ONE, TWO = "00000000-aaaa-bbbb-cccc-000000000001", "00000000-aaaa-bbbb-cccc-000000000002"
-
-
-def test_a_gpu_is_described_by_its_own_nvml_facts(monkeypatch):
-    other = fake_nvml.Board(f"GPU-{TWO}", highest=1755, cap=350_000)
-    fake = fake_nvml.install(monkeypatch, other, fake_nvml.Board(f"GPU-{ONE}", highest=1980, cap=700_000))
-    fake_nvml.pretend_cuda(monkeypatch, ONE, TWO)
-    first, second = (Environment.detect(torch.device("cuda", index), Registry(())) for index in range(2))
-    assert (first.clock_mhz, first.power_cap_w) == (1980, 700)
-    assert (second.clock_mhz, second.power_cap_w) == (1755, 350)
-    assert first.memory_bytes == 150_754_820_096
-    assert first.driver == "580.159.04"
-    assert first.uuid_hash == hashlib.sha256(ONE.encode()).hexdigest()[:12]
-    assert first.uuid_hash != second.uuid_hash
-    assert ONE not in json.dumps(first.to_dict())
-    assert Environment.from_dict(json.loads(json.dumps(first.to_dict()))) == first
-    assert fake.sessions == 0
 
 
 @pytest.mark.parametrize("fault", ["no library", "no driver", "another GPU", "no answer"])
@@ -81,71 +47,6 @@ def test_what_nvml_does_not_tell_is_none(monkeypatch, fault):
     assert here.uuid_hash is not None
 
 
-def test_a_cpu_has_no_gpu_facts(monkeypatch):
-    fake_nvml.install(monkeypatch, fake_nvml.Board(f"GPU-{ONE}"))
-    here = Environment.detect(torch.device("cpu"), Registry(()))
-    assert here.uuid_hash is here.clock_mhz is here.power_cap_w is here.memory_bytes is here.driver is None
-
-
-def test_origins_are_those_of_usable_backends_that_say_so():
-    answers = {
-        "told": Availability(version="1", origin="a-distribution"),
-        "untold": Availability(version="1"),
-        "absent": Availability(reason="it is not there", origin="a-distribution"),
-        "garrulous": Availability(version="1" * 999, origin="x" * 999),
-    }
-    backends = [Backend(name, "a backend", lambda answer=answer: answer, ()) for name, answer in answers.items()]
-    here = Environment.detect(torch.device("cpu"), Registry(backends))
-    assert set(here.backends) == {"told", "untold", "garrulous"}
-    assert here.origins == {"told": "a-distribution", "garrulous": "x" * 256}
-
-
-@pytest.mark.parametrize("name", ["device_name", "capability", "cuda", "cudnn", "torch", "triton"])
-def test_what_binds_on_a_gpu(name):
-    other = replace(GPU, **{name: "9.9"})
-    assert other.key != GPU.key
-    hard, soft = GPU.differences(other)
-    assert hard == [f"{name} was {getattr(GPU, name)}, is 9.9"]
-    assert soft == []
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("driver", "1.0"),
-        ("threads", 3),
-        ("uuid_hash", "0" * 12),
-        ("clock_mhz", 1755),
-        ("commit", "abcdef0-dirty"),
-    ],
-)
-def test_what_does_not_bind_on_a_gpu(name, value):
-    other = replace(GPU, **{name: value})
-    assert other.key == GPU.key
-    assert GPU.differences(other) == ([], [f"{name} was {getattr(GPU, name)}, is {value}"])
-
-
-def test_the_number_of_threads_binds_on_a_cpu():
-    other = replace(CPU, threads=1)
-    assert other.key != CPU.key
-    assert CPU.differences(other)[0] == ["threads was 16, is 1"]
-
-
-def test_another_version_of_a_backend_is_hard_and_another_backend_soft():
-    other = replace(GPU, backends={"fa3": "0.5", "te": "2.0"})
-    hard, soft = GPU.differences(other)
-    assert hard == ["the backend fa3 was 0.4.2, is 0.5"]
-    assert soft == ["the backend fa4 is no longer available", "the backend te was not available"]
-
-
-def older(environment: Environment) -> Environment:
-    """As a record from before these facts were taken has it."""
-    facts = environment.to_dict()
-    for name in ("uuid_hash", "clock_mhz", "power_cap_w", "memory_bytes", "commit", "origins"):
-        del facts[name]
-    return Environment.from_dict(facts)
-
-
 def test_another_power_cap_is_hard_where_both_know_theirs():
     other = replace(GPU, power_cap_w=500)
     assert GPU.differences(other) == (["power_cap_w was 700, is 500"], [])
@@ -159,17 +60,6 @@ def test_another_origin_of_a_backend_is_hard_where_both_know_it():
     assert soft == ["where fa4 come from is known on one side only"]
     gone = replace(GPU, backends={"fa4": "4.0"}, origins={})
     assert GPU.differences(gone) == ([], ["the backend fa3 is no longer available"])
-
-
-@pytest.mark.parametrize("environment", [GPU, CPU])
-def test_an_older_record_of_the_same_machine_stays_usable(environment):
-    before = older(environment)
-    assert before.key == environment.key
-    for one, another in ((before, environment), (environment, before)):
-        hard, soft = one.differences(another)
-        assert hard == []
-        assert len(soft) == 6
-    assert before.differences(older(environment)) == ([], [])
 
 
 def test_the_committed_table_binds_as_it_did_when_it_was_written():

@@ -78,15 +78,6 @@ def warned(*, of: int = 1) -> str:
 # --- which are used, and in which order ---
 
 
-def test_without_the_variable_nothing_is_read(shipped, monkeypatch):
-    monkeypatch.delenv("ATTNBENCH_TABLES", raising=False)
-    assert silent() == ()
-    monkeypatch.setenv("ATTNBENCH_TABLES", "")
-    assert silent() == ()
-    monkeypatch.setenv("ATTNBENCH_TABLES", os.pathsep)
-    assert silent() == ()
-
-
 def test_a_table_of_this_device_comes_after_the_user_s_and_before_the_shipped(folder, shipped):
     one, two, three = (SPEC.replace(batch=batch) for batch in (1, 2, 3))
     both = [table(1.0, 2.0, spec=spec).entries for spec in (one, two)]
@@ -100,25 +91,6 @@ def test_a_table_of_this_device_comes_after_the_user_s_and_before_the_shipped(fo
     assert times(two) == {"fast:bf16": 1.0, "slow:bf16": 2.0}
     assert times(three) == {"fast:bf16": 5.0, "slow:bf16": 6.0}
     assert [each.scaled_from for each in known_tables(GPU).tables] == [None, None, None]
-
-
-def test_a_spec_in_several_files_is_the_first_file_s_alone(folder, monkeypatch, tmp_path):
-    """Times of two machines must not meet: the second file knows another plan of it, and of another spec."""
-    other = tmp_path / "other"
-    other.mkdir()
-    table(1.0).save(folder / "b.json")
-    Table(H100, {**table(2.0, 3.0).entries, **table(4.0, spec=SPEC.replace(batch=2)).entries}).save(folder / "c.json")
-    table(7.0, 8.0).save(other / "a.json")
-    for value, expected in (
-        (f"{folder}{os.pathsep}{other}", {"fast:bf16": 1.0}),
-        (f"{other}{os.pathsep}{folder}{os.pathsep}{folder}", {"fast:bf16": 7.0, "slow:bf16": 8.0}),
-    ):
-        monkeypatch.setenv("ATTNBENCH_TABLES", value)
-        forget()
-        assert times() == expected
-        assert times(SPEC.replace(batch=2)) == {"fast:bf16": 4.0}
-        found = [spec for each in known_tables(GPU).tables for spec in each.specs]
-        assert len(found) == len(set(found))
 
 
 def test_another_gpu_s_is_scaled_where_it_can_be_and_ignored_where_not(folder):
@@ -141,40 +113,6 @@ def test_what_is_of_this_gpu_comes_before_what_is_scaled(folder, shipped):
     own, other = known_tables(GPU).tables  # which is whole, but has no spec of its own GPU twice
     assert own.scaled_from is None
     assert (other.scaled_from, set(other.specs)) == ("NVIDIA H200", {SPEC})
-
-
-def test_the_tables_of_other_gpus_come_after_the_one_shipped_for_this_gpu(folder, shipped):
-    far = SPEC.replace(head_dim=128)
-    table(1.0, environment=H200, spec=far).save(folder / "a.json")
-    table(2.0).save(shipped / "nvidia-h100-80gb-hbm3.json")
-    table(3.0, environment=H200, spec=far).save(shipped / "nvidia-h200.json")
-    assert [each.scaled_from for each in known_tables(GPU).tables] == [None, "NVIDIA H200"]
-    (shipped / "nvidia-h100-80gb-hbm3.json").unlink()
-    forget()
-    assert [each.scaled_from for each in known_tables(GPU).tables] == ["NVIDIA H200"]
-
-
-def test_a_backend_of_another_version_is_dropped_from_every_kind(folder, shipped):
-    old = {"fast": "0.9", "slow": "1.0"}
-    table(1.0, 2.0, environment=replace(H100, backends=old)).save(folder / "a.json")
-    table(1.0, 2.0, environment=replace(H200, backends=old, torch=H200.torch), spec=SPEC.replace(batch=2)).save(
-        shipped / "nvidia-h200.json"
-    )
-    assert times().keys() == times(SPEC.replace(batch=2)).keys() == {"slow:bf16"}
-    known = known_tables(GPU)
-    assert known.dropped == {"fast": "measured with fast 0.9, here is 1.0"}
-    assert "a.json of ATTNBENCH_TABLES is used in part" in known.note
-    assert "scaled from NVIDIA H200, is used in part" in known.note
-
-
-def test_many_tables_with_something_to_report_make_a_short_note(folder):
-    for number in range(40):
-        elsewhere = replace(H100, python=f"3.{number}.99")
-        table(1.0, environment=elsewhere, spec=SPEC.replace(batch=number + 1)).save(folder / f"{number:02}.json")
-    known = known_tables(GPU)
-    assert len(known.tables) == 40
-    assert known.note.startswith("00.json of ATTNBENCH_TABLES was measured where python was 3.0.99")
-    assert known.note.endswith("; and 32 more notes")
 
 
 # --- what is no table ---

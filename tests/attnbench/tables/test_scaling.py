@@ -11,7 +11,7 @@ from places import ROOT
 
 from attnbench import AttentionSpec, Mask, Plan
 from attnbench.problem.lengths_kind import LengthsKind
-from attnbench.tables.gpu_models import GPU_MODELS, GpuModel
+from attnbench.tables.gpu_models import GPU_MODELS
 from attnbench.tables.scaling import Rates, impossible, scaled, scaled_ms
 from attnbench.tables.table import Entry, Table
 
@@ -118,26 +118,6 @@ def test_the_h200_s_table_gives_what_an_h20_took(shipped, head_dim, fa3, cudnn):
     assert rates == pytest.approx([fa3, cudnn], rel=0.09)
 
 
-def test_what_limits_a_call_scales_it(shipped):
-    here = replace(H200, device_name="NVIDIA H20", power_cap_w=None)
-    prefill, decode = spec(seqlen_q=32768, batch=1), spec(seqlen_q=1, seqlen_kv=65536)
-    entries = [Entry(at, Plan("fast:bf16"), "ok", time) for at, time in ((prefill, 12.0), (decode, 0.6))]
-    found = scaled(Table.from_entries(H200, entries), here)
-    slower = [found.at(each.spec)[each.plan].time_ms / each.time_ms for each in entries]
-    assert slower[0] > 4  # near the ratio of the operations, 6.7
-    assert slower[1] == pytest.approx(4.8 / 4.0, rel=0.25)
-
-
-def test_launching_takes_as_long_anywhere():
-    """Of calls that all take 0.2 ms, whatever their size, nothing is the GPU's."""
-    small = [Entry(spec(seqlen_q=2**n), Plan("fast:bf16"), "ok", 0.2) for n in (4, 6)]
-    work = [Entry(spec(seqlen_q=2**13), Plan("fast:bf16"), "ok", 20.0)]
-    slow = replace(H200, device_name="NVIDIA H20")
-    found = scaled(Table.from_entries(H200, small + work), slow)
-    assert [found.at(each.spec)[each.plan].time_ms for each in small] == pytest.approx([0.2, 0.2], rel=0.02)
-    assert found.at(work[0].spec)[work[0].plan].time_ms > 30
-
-
 def test_a_scaled_table_keeps_errors_and_versions_and_takes_this_gpu_s_facts():
     found = scaled(table(1.0, 2.0, spread_ms=0.1, errors={"normal": 0.01}), H100)
     assert (found.scaled_from, found.environment) == ("NVIDIA H200", H100)
@@ -154,15 +134,6 @@ def test_a_scaled_table_keeps_errors_and_versions_and_takes_this_gpu_s_facts():
 def test_a_failed_entry_has_no_time_anywhere():
     failed = Entry(spec(), Plan("fast:bf16"), "oom", reason="no memory")
     assert list(scaled(Table.from_entries(H200, [failed]), H100).entries.values()) == [failed]
-
-
-@pytest.mark.parametrize("time", [1e-6, 1e9])
-def test_a_time_stays_one_that_a_table_may_hold(time):
-    for name in HOPPERS:
-        here = replace(H200, device_name=name, power_cap_w=None)
-        for one, other in ((H200, here), (here, H200)):
-            if (found := scaled(table(time, environment=one), other)) is not None:
-                assert 1e-6 <= found.at(spec(batch=1))[Plan("fast:bf16")].time_ms <= 1e9
 
 
 @pytest.mark.parametrize(
@@ -187,22 +158,6 @@ def test_the_error_of_a_scaled_time_grows_with_the_distance():
 
     assert error("NVIDIA H800") == pytest.approx(0.05)
     assert 0.05 < error("NVIDIA H200") < error("NVIDIA H100 PCIe") < error("NVIDIA H20") < 0.3
-
-
-def test_less_power_is_slower_and_an_absurd_limit_does_no_harm():
-    def time(power: int | None, environment=H200) -> float:
-        here = replace(H100, power_cap_w=power)
-        return scaled(table(2.0, environment=environment), here).at(spec(batch=1))[Plan("fast:bf16")].time_ms
-
-    assert time(350) > time(500) > time(700) == time(None) == time(2**20 - 1)
-    assert time(1) == time(175) < 4.0
-    assert time(700, replace(H200, power_cap_w=1)) > 0.5  # a file may say so
-
-
-def test_a_rate_is_that_of_the_precision():
-    model = GpuModel({"int8": 8.0, "fp8": 8.0, "bf16": 4.0, "fp16": 3.0, "fp32": 1.0, "fp64": 2.0}, 1.0, 100)
-    found = {name: model.rate(name) for name in ("fp8-token", "int8", "fp16", "fp64", "bf16", "tf32x3")}
-    assert found == {"fp8-token": 8.0, "int8": 8.0, "fp16": 3.0, "fp64": 2.0, "bf16": 4.0, "tf32x3": 4.0}
 
 
 def test_a_plan_beyond_the_peak_makes_a_table_impossible(shipped):

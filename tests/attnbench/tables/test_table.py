@@ -92,20 +92,6 @@ def test_times_keep_four_digits(time):
     assert len(Decimal(repr(entry.time_ms)).normalize().as_tuple().digits) <= 4
 
 
-def test_condensing_drops_what_is_asked_live_and_keeps_what_failed():
-    statuses = ("ok", "inaccurate", "refused", "unavailable", "oom", "timeout", "crashed", "error")
-    found = [
-        Entry(SPEC, Plan(f"{status}:bf16"), status, reason="a  reason\nof many lines " + 500 * "x")
-        for status in statuses
-    ]
-    kept = Table.from_entries(an_environment(), found).condensed()
-    assert {entry.status for entry in kept.entries.values()} == set(statuses) - {"refused", "unavailable"}
-    assert all(
-        entry.reason.startswith("a reason of many lines x") and len(entry.reason) == 200
-        for entry in kept.entries.values()
-    )
-
-
 def test_merging_takes_the_newer_entry_and_keeps_what_only_the_older_saw():
     older = Table.from_entries(
         an_environment(backends={"a": "1", "b": "1", "c": "1"}, origins={"b": "x"}),
@@ -142,15 +128,6 @@ def test_what_cannot_be_chosen_by_says_why(more, said):
     entry = one(**more)
     assert not entry.usable
     assert re.search(said, entry.unusable)
-
-
-def test_what_can_be_chosen_by():
-    for entry in (
-        one(), one(errors={"normal": 0.0}), one("a:fp8", errors={"normal": 0.0, "outlier": 2.8e-3}),
-        one("a:fp8", errors={"captured:acts.safetensors@1a2b3c4d#3": 0.05}),
-        one(status="inaccurate", check="error", reason="0.2 is beyond 0.1"), one(errors={"normal": math.inf}),
-    ):  # fmt: skip
-        assert entry.usable
 
 
 def good(**change) -> dict:

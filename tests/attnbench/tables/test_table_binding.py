@@ -52,33 +52,6 @@ def upgraded(torch: str, local: str = "+cu130") -> dict[str, object]:
     return {"torch": torch, **installed(**resident)}
 
 
-def test_the_same_environment_and_another_gpu_of_the_model_say_nothing():
-    assert binding() == binding(uuid_hash="1" * 12, commit="1234567-dirty") == Binding()
-    assert Binding().usable(TABLE) == TABLE
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"device_name": "NVIDIA H100 80GB HBM3"},
-        {"capability": "10.0"},
-        {"device_type": "cpu"},
-    ],
-)
-def test_another_device_refuses_all(changes):
-    ((name, value),) = changes.items()
-    found = binding(**changes)
-    assert found.refused[0] == f"{name} was {getattr(THERE, name)}, is {value or 'absent'}"
-    assert found.usable(TABLE).entries == {}
-
-
-def test_on_a_cpu_the_number_of_threads_is_the_device():
-    cpu = replace(THERE, device_type="cpu", device_name="A CPU", capability=None)
-    table = Table(cpu, TABLE.entries)
-    assert Binding.between(table, replace(cpu, threads=1), registry()).refused == ("threads was 16, is 1",)
-    assert binding(threads=1).refused == ()
-
-
 @pytest.mark.parametrize(
     ("changes", "gone", "said"),
     [
@@ -133,32 +106,12 @@ def test_what_matters_less_is_used_and_said(changes, said):
     assert len(found.soft) == said if isinstance(said, int) else list(found.soft) == said
 
 
-def test_a_backend_that_is_not_installed_needs_no_word_and_one_of_unknown_version_is_dropped():
-    assert binding(backends={}) == Binding()
-    silent = Table(replace(THERE, backends={}), TABLE.entries)
-    found = binding(silent)
-    assert found.usable(silent).entries == {}
-    assert "unknown version of te" in found.dropped["te"]
-
-
 def test_what_a_file_calls_things_cannot_steer_a_terminal():
     table = Table(replace(THERE, device_name="\x1b[2J", driver="\n"), TABLE.entries)
     assert all(sentence.isprintable() for sentence in binding(table).refused)
     table = Table(replace(THERE, driver="\n", backends={**THERE.backends, "te": "\x1b"}), TABLE.entries)
     found = binding(table)
     assert all(sentence.isprintable() for sentence in (*found.soft, *found.dropped.values()))
-
-
-@pytest.mark.parametrize(
-    ("version", "release"),
-    [
-        ("2.20.1", "2.20"), ("2.20", "2.20"), ("0.4.2.post2", "0.4"), ("2.11.0+cu130", "2.11"), ("3.6.0.1", "3.6"),
-        ("4.0.0b36", "4.0.0b36"), ("2.12.0.dev20260101+cu130", "2.12.0.dev20260101+cu130"), ("2.0rc1", "2.0rc1"),
-        ("9", "9"), ("unknown", "unknown"), ("sglang 0.4.2", "sglang 0.4.2"), ("", ""),
-    ],
-)  # fmt: skip
-def test_a_release_is_two_numbers_of_a_final_version(version, release):
-    assert release_of(version) == release
 
 
 @given(st.text(max_size=30) | st.from_regex(r"[0-9]{1,12}(\.[0-9]{1,12}){0,4}(\.?(a|b|rc|dev|post)[0-9]+)?(\+x)?"))

@@ -63,52 +63,6 @@ def test_of_several_sweeps_the_newest_row_counts_whatever_their_order():
         assert times(join_sweeps(sweeps)) == {"fast:bf16": 2.0, "slow:bf16": 5.0}
 
 
-def test_a_newer_sweep_on_fewer_families_takes_nothing_back():
-    wide = row(error={"normal": {"out": 0.02}, "biased-v": {"out": 0.3}})
-    table = join_sweeps({"wide": [wide], "narrow": [row(hours=1, call=2.0)]})
-    (entry,) = table.entries.values()
-    assert (entry.time_ms, entry.errors) == (2.0, {"normal": 0.01, "biased-v": 0.3})
-
-
-@pytest.mark.parametrize("status", ["crashed", "oom", "timeout", "error"])
-def test_a_plan_that_failed_when_it_was_last_measured_has_failed(status):
-    failed = row(hours=1, status=status)
-    (entry,) = join_sweeps({"one": [row()], "two": [failed]}).entries.values()
-    assert (entry.status, entry.time_ms, entry.errors) == (status, None, {})
-    (entry,) = join_sweeps({"one": [row(hours=2)], "two": [failed]}).entries.values()
-    assert entry.status == "ok"
-
-
-def test_two_cases_of_one_sweep_that_ask_the_same_count_as_the_worse():
-    layers = [row(call=3.0, error={"a": {"out": 0.01}}), row(hours=1, call=2.0, error={"b": {"out": 0.2}}, case="b")]
-    (entry,) = join_sweeps({"one": layers}).entries.values()
-    assert (entry.time_ms, entry.errors) == (3.0, {"a": 0.01, "b": 0.2})
-    beyond, stale = (row(call=3.0, status="inaccurate", check=check, case=check) for check in ("error", "stale"))
-    crashed = row(case="c", status="crashed")
-    for one, other in ((row(), crashed), (row(), stale), (beyond, crashed), (beyond, stale), (stale, crashed)):
-        for cases in ([one, other], [other, one]):
-            (entry,) = join_sweeps({"one": cases}).entries.values()
-            assert not entry.usable
-
-
-def test_the_check_that_found_a_plan_inaccurate_is_kept():
-    (entry,) = join_sweeps({"one": [row(status="inaccurate", check="stale")]}).condensed().entries.values()
-    assert (entry.check, entry.usable) == ("stale", False)
-    (entry,) = join_sweeps({"one": [row(status="inaccurate", check="error")]}).condensed().entries.values()
-    assert (entry.check, entry.usable) == ("error", True)
-
-
-def test_the_environment_is_the_newest_row_s_with_every_backend_that_any_knew():
-    first = replace(HERE, backends={"fast": "1.0"}, origins={"fast": "a"}, driver="1", commit="abcdef0")
-    later = replace(HERE, backends={"slow": "1.0"}, origins={"slow": "b"}, driver="2", commit="1234567-dirty")
-    sweeps = {"one": [row(hours=1, environment=later)], "two": [row("slow:bf16", environment=first)]}
-    table = join_sweeps(sweeps)
-    assert len(table.entries) == 2
-    assert table.environment == replace(
-        later, backends={"fast": "1.0", "slow": "1.0"}, origins={"fast": "a", "slow": "b"}
-    )
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -155,12 +109,6 @@ def test_the_command_takes_folders_and_files_and_says_what_it_wrote(tmp_path, ca
     with pytest.raises(AttnbenchError, match="must not be mixed"):
         build(one, folder(tmp_path / "three", row(environment=replace(HERE, torch="9.9"))), "-o", tmp_path / "no.json")
     assert not (tmp_path / "no.json").exists()
-
-
-def test_without_a_file_it_goes_into_the_user_s_own(tmp_path):
-    build(folder(tmp_path / "one", row(call=1.0)))
-    build(folder(tmp_path / "two", row("slow:bf16", call=2.0)))
-    assert times(Table.load(user_table_path(HERE))) == {"fast:bf16": 1.0, "slow:bf16": 2.0}
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt(), OutputError("no room"), None])

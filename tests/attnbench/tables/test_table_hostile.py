@@ -129,21 +129,3 @@ def test_hostile_files_crash_nothing(here):
         outcomes[outcome(here)] += 1
     assert min(outcomes.values()) > FILES // 20  # the mutations are neither too mild nor too rough
     assert outcomes.keys() == {"missed", "used"}
-
-
-def test_plans_that_nobody_knows_and_specs_beyond_all_bounds_change_nothing():
-    largest = 2**31 - 1
-    sizes = {"batch": largest, "heads": largest, "kv_heads": 1, "seqlen_q": largest, "seqlen_kv": largest}
-    strange = [
-        Entry(asked, plan, "ok", 1e-6, 0.0, {"normal": 1e-3})
-        for asked in (spec(), spec(**sizes), spec(**sizes, mask=Mask(10**17, 0)), spec(seqlen_q=1, mask=Mask(0, 0)))
-        for plan in (Plan("unheard.of:fp8"), Plan("fast:fp9"), Plan("slow:bf16", "fast:int8"), Plan("gone:bf16"))
-    ]
-    installed = an_environment(backends={**HERE.backends, "unheard.of": "1.0", "gone": "1.0"})
-    Table(installed, {**TABLE.entries, **Table.from_entries(HERE, strange).entries}).save(user_table_path(HERE))
-    forget()
-    for asked in (*ASKED, spec(seqlen_q=largest), spec(batch=largest, heads=largest, seqlen_kv=largest)):
-        choice = choose(asked, CPU, known=KNOWN)
-        assert choice.plan in KNOWN.plans(asked)
-        assert not choice.plan.fp8
-    assert str(choose(spec(), CPU, fp8=True, known=KNOWN).plan) == "fast:fp8"

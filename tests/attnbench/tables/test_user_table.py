@@ -10,7 +10,7 @@ import pytest
 import torch
 from fakes import an_environment
 
-from attnbench import AttentionSpec, Plan, explain
+from attnbench import AttentionSpec, Plan
 from attnbench.errors import AttnbenchWarning
 from attnbench.kernels.registry import registry
 from attnbench.state import forget
@@ -98,48 +98,6 @@ def test_it_grows_and_lets_go_of_what_another_version_measured():
     assert {str(each.plan) for each in Table.load(path).entries.values()} == {"reference:bf16"}
 
 
-def test_it_holds_few_digits_and_no_refusals():
-    refused = Entry(SPEC, Plan("flex:bf16"), "refused", reason="will not")
-    path = update_user_table(table(one(time_ms=1.23456, errors={"normal": 0.0123456}), refused))
-    (entry,) = Table.load(path).entries.values()
-    assert (entry.time_ms, entry.errors) == (1.235, {"normal": 0.0124})
-
-
-def test_entries_of_another_version_are_not_used_and_the_others_are():
-    versions = {**here().backends, "reference": "99.1"}
-    update_user_table(table(one(), one("reference:bf16"), environment=other(backends=versions)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        known = known_tables(CPU)
-    assert set(known.at(SPEC)) == {Plan("sdpa-math:bf16")}
-    assert known.dropped == {"reference": f"measured with reference 99.1, here is {here().backends['reference']}"}
-    assert "used in part: measured with reference 99.1" in known.note
-
-
-def test_a_table_of_which_nothing_may_be_used_is_refused_with_a_warning():
-    path = user_table_path(here())
-    for environment, said in (
-        (other(device_name="NVIDIA H200"), "device_name was NVIDIA H200"),
-        (other(threads=here().threads + 1), "threads was"),
-        (other(backends={"sdpa-math": "1.0"}), "measured with sdpa-math 1.0"),
-    ):
-        table(one(), environment=environment).save(path)
-        forget()
-        with pytest.warns(AttnbenchWarning, match=f"is not used, run `attnbench sweep` .*{said}"):
-            assert known_tables(CPU).tables == ()
-
-
-def test_a_soft_difference_is_used_and_said():
-    update_user_table(table(one(), environment=other(python="3.9.1")))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        known = known_tables(CPU)
-    assert len(known.at(SPEC)) == 1
-    assert known.note == f"your table was measured where python was 3.9.1, is {here().python}"
-    q = torch.randn(1, 2, 8, 16)
-    assert "python was 3.9.1" in explain(q, q, q).hint
-
-
 def test_a_damaged_table_is_a_miss_with_one_warning_and_is_replaced():
     path = update_user_table(table(one()))
     path.write_text("{")
@@ -174,34 +132,6 @@ def on_an_h200(monkeypatch, tmp_path):
     monkeypatch.setattr(Environment, "detect", classmethod(lambda *_: H200))
     monkeypatch.setattr("attnbench.tables.shipped._FOLDER", tmp_path)
     return tmp_path / "nvidia-h200.json"
-
-
-def test_a_spec_that_the_user_measured_is_the_user_s_alone(on_an_h200):
-    elsewhere, only = SPEC.replace(batch=2), SPEC.replace(batch=3)
-    shipped = [one(f"{name}:bf16", 1.0, spec) for name in ("fast", "slow") for spec in (SPEC, elsewhere)]
-    table(*shipped, environment=replace(H200, uuid_hash="0" * 12, commit="abcdef0")).save(on_an_h200)
-    known = known_tables(GPU)
-    assert [len(each.entries) for each in known.tables] == [4]
-    assert known.note is None
-    update_user_table(table(one("slow:bf16", 7.0), one("slow:bf16", 8.0, only), environment=H200))
-    known = known_tables(GPU)
-    assert {str(plan): entry.time_ms for plan, entry in known.at(SPEC).items()} == {"slow:bf16": 7.0}
-    assert {str(plan): entry.time_ms for plan, entry in known.at(elsewhere).items()} == {
-        "fast:bf16": 1.0,
-        "slow:bf16": 1.0,
-    }
-    assert [set(each.specs) for each in known.tables] == [{SPEC, only}, {elsewhere}]
-    assert known.at(SPEC.replace(batch=9)) == {}
-
-
-def test_what_may_not_be_used_of_the_user_s_leaves_its_spec_to_the_shipped_one(on_an_h200):
-    table(one("fast:bf16", 1.0), environment=H200).save(on_an_h200)
-    old = replace(H200, backends={"fast": "0.9", "slow": "1.0"})
-    update_user_table(table(one("fast:bf16", 7.0), one("slow:bf16", 8.0, SPEC.replace(batch=2)), environment=old))
-    known = known_tables(GPU)
-    assert known.at(SPEC)[Plan("fast:bf16")].time_ms == 1.0
-    assert known.at(SPEC.replace(batch=2))[Plan("slow:bf16")].time_ms == 8.0
-    assert "your table is used in part: measured with fast 0.9, here is 1.0" in known.note
 
 
 def test_a_damaged_shipped_table_costs_itself_alone(on_an_h200):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.metadata
 import threading
 import weakref
 from dataclasses import replace
@@ -191,21 +190,3 @@ def test_bounds_below_e5m2_are_refused() -> None:
     assert FP8.refusals(long, H200) == []
     assert "below e5m2" in "; ".join(FP8_BACKWARD.refusals(long, H200))
     assert FP8_BACKWARD.refusals(long.replace(kv_heads=8), H200) == []
-
-
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
-    monkeypatch.setattr(importlib.metadata, "version", missing)
-    found = cudnn._availability()
-    assert "not installed" in (found.reason or "")
-    assert found.install == "pip install nvidia-cudnn-frontend"
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.32.0")
-    assert cudnn._availability().ok
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91400)
-    assert "91501" in (cudnn._availability().reason or "")
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert "without CUDA" in (cudnn._availability().reason or "")

@@ -13,7 +13,7 @@ from attnbench.backends.emulated import BACKEND, emulate
 from attnbench.backends.emulated_arithmetic import Accumulator
 from attnbench.errors import InputError, UnknownBackendError
 from attnbench.kernels.capabilities import Device
-from attnbench.kernels.contract import ForwardKernel, Inputs, Operands
+from attnbench.kernels.contract import Inputs, Operands
 from attnbench.kernels.registry import Registry
 from attnbench.problem.fp8 import Quantised, Recipe
 from attnbench.problem.spec import AttentionSpec
@@ -57,15 +57,6 @@ def test_every_recipe_has_one_name_and_comes_back_from_it():
 def test_names_that_are_none_say_what_would_be_one(name, says):
     with pytest.raises(UnknownBackendError, match=says):
         Registry([BACKEND]).forward(f"emulated:{name}")
-
-
-def test_listed_kernels_come_in_pairs_and_none_is_chosen_unmeasured():
-    assert BACKEND.availability().ok
-    forwards = [kernel for kernel in BACKEND.kernels if isinstance(kernel, ForwardKernel)]
-    backwards = [kernel for kernel in BACKEND.kernels if not isinstance(kernel, ForwardKernel)]
-    assert [kernel.name for kernel in forwards] == [kernel.name for kernel in backwards]
-    assert all(kernel.preference is None for kernel in forwards)
-    assert [kernel.name for kernel in forwards if kernel.mixes] == ["emulated:fp8"]
 
 
 def test_what_was_quantised_otherwise_is_refused():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib import metadata
 
 import pytest
 import standins_fa as standins
@@ -68,16 +67,3 @@ def test_refusals_of_both_passes(changes: dict[str, object], sentence: str) -> N
         assert kernel.refusals(spec, H200) == []
         assert sentence in " ".join(kernel.refusals(spec.replace(**changes), H200))
         assert "needs compute capability" in kernel.refusals(spec, Device("cuda", "a V100", (7, 0)))[0]
-
-
-def test_availability_wants_a_version_whose_interface_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert fa2.BACKEND.availability().reason == "flash-attn is not installed"
-    for version, ok in {"2.8.3": True, "2.8.3.post1": True, "2.7.4": False, "3.0.0": False, "unknown": False}.items():
-        monkeypatch.setattr(metadata, "version", lambda _, version=version: version)
-        with standins.modules(**FLASH_ATTN):
-            found = fa2.BACKEND.availability()
-        assert found.ok == ok
-        assert ok or version in (found.reason or "")
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert "without CUDA" in (fa2.BACKEND.availability().reason or "")
-    monkeypatch.setattr(torch.version, "cuda", "13.0")

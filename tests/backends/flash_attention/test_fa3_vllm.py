@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import standins_fa as standins
-import torch
-from agreement import descales_are_used, quantised_attention_agrees
+from agreement import quantised_attention_agrees
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from problems import Problem, problems
@@ -39,17 +36,6 @@ def test_it_computes_exact_attention_on_what_it_was_given(problem: Problem, fp8:
         quantised_attention_agrees(kernel, spec, problem)
 
 
-@pytest.mark.parametrize("granularity", ["tensor", "head"])
-def test_descales_of_any_size_are_used(granularity: str) -> None:
-    spec = AttentionSpec.make(
-        batch=2, heads=4, kv_heads=2, seqlen_q=17, seqlen_kv=30, head_dim=64, dtype="e4m3", descale=granularity
-    )
-    kernel = FORWARDS["fa3-vllm:fp8"]
-    assert kernel.refusals(spec, H200) == []
-    with standins.modules(**VLLM):
-        descales_are_used(kernel, spec, 0)
-
-
 def test_refusals_and_the_lack_of_a_backward() -> None:
     assert not any(isinstance(kernel, BackwardKernel) for kernel in fa3_vllm.BACKEND.kernels)
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=9, seqlen_kv=4, head_dim=64)
@@ -58,18 +44,3 @@ def test_refusals_and_the_lack_of_a_backward() -> None:
     assert "last key" in kernel.refusals(spec.replace(mask=Mask(left=1, right=0)), H200)[0]
     assert "tokens" in kernel.refusals(spec.replace(batch=2**20, seqlen_q=2**11), H200)[0]
     assert "not per block" in kernel.refusals(spec.replace(dtype="e4m3", descale="block"), H200)[0]
-
-
-def test_availability_looks_at_the_files_and_imports_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert fa3_vllm.BACKEND.availability().reason == "vllm is not installed"
-    package = tmp_path / "vllm" / "vllm_flash_attn"
-    package.mkdir(parents=True)
-    (tmp_path / "vllm" / "__init__.py").write_text("raise RuntimeError('imported')")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert "without FlashAttention-3" in (fa3_vllm.BACKEND.availability().reason or "")
-    (package / "_vllm_fa3_C.abi3.so").touch()
-    found = fa3_vllm.BACKEND.availability()
-    assert (found.ok, found.origin) == (True, "vllm")
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert "without CUDA" in (fa3_vllm.BACKEND.availability().reason or "")

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from agreement import both_passes_agree, carried_by_autograd
-from dense import dense_attention, dense_gradients, relative_l2
+from agreement import both_passes_agree
+from dense import dense_attention, relative_l2
 from hypothesis import assume, given
 from problems import Problem, problems, tensors_of
 from standins_graph import INTERFACE
 
 from attnbench.backends.flash_attention import fa4
 from attnbench.kernels.capabilities import Device
-from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Operands, Saved
-from attnbench.problem.fp8 import Recipe, quantise
+from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Saved
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 
@@ -66,23 +64,6 @@ def test_the_whole_of_a_call_is_that_of_its_two_parts(mask: Mask) -> None:
     assert not dv[:, :, 20:].any()
 
 
-def test_after_an_fp8_forward_the_backward_works_on_what_that_one_saw() -> None:
-    spec = SPEC.replace(direction="training")
-    q, k, v, grad = tensors_of(Problem(spec, "bhsd", False, 0))
-    q = q * 40  # so that the originals would make another softmax
-    quantised = [quantise(x, Recipe("head")) for x in (q, k, v)]
-    seen = [x.dequantised(torch.bfloat16) for x in quantised]
-    out, lse = dense_attention(*seen, spec)
-    saved = Saved(Operands(spec, *quantised), out.bfloat16(), lse.float())
-    for each, wanted in zip(BACKWARDS["fa4:bf16"].run(saved, grad), dense_gradients(*seen, grad, spec), strict=True):
-        assert relative_l2(each, wanted) <= 0.02
-    assert relative_l2(dense_gradients(q, k, v, grad, spec)[1], dense_gradients(*seen, grad, spec)[1]) > 0.05
-
-
-def test_autograd_carries_the_gradient_of_a_sum() -> None:
-    carried_by_autograd(FORWARDS["fa4:bf16"], BACKWARDS["fa4:bf16"], SPEC)
-
-
 def test_nothing_is_copied_that_the_kernel_can_read() -> None:
     q, k, v, _ = tensors_of(Problem(SPEC, "bhsd", False, 0))
     native = FORWARDS["fa4:bf16"].prepare(Inputs(q, k, v), SPEC).native
@@ -124,27 +105,6 @@ def test_refusals(kernel: str, changes: dict[str, object], device: Device, reaso
     assert reason in "; ".join(FORWARDS[kernel].refusals(SPEC.replace(**changes), device))
     if kernel in BACKWARDS:
         assert reason in "; ".join(BACKWARDS[kernel].refusals(SPEC.replace(**changes), device))
-
-
-def test_what_is_missing_is_named_with_the_command_that_adds_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    found: dict[str, str] = {}
-
-    def version(name: str) -> str:
-        if name not in found:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return found[name]
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    assert "flash-attn-4 is not installed" in (fa4._availability().reason or "")
-    found["flash-attn-4"] = "4.0.0b36"
-    assert "nvidia-cutlass-dsl is not installed" in (fa4._availability().reason or "")
-    assert "flash-attn-4" in (fa4._availability().install or "")
-    found["nvidia-cutlass-dsl"] = "4.8.1"
-    assert fa4._availability().ok
-    assert fa4._availability().version == "4.0.0b36"
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert "without CUDA" in (fa4._availability().reason or "")
 
 
 def test_compiled_kernels_are_kept_in_a_folder_of_the_user(tmp_path: Path) -> None:

@@ -206,15 +206,6 @@ def test_packed_sequences_are_what_they_are_alone(mask: Mask) -> None:
             assert relative_l2(own.q(out), exact) <= 0.01
 
 
-def test_limits_on_a_cpu() -> None:
-    spec = spec_of(64, 64, Mask())
-    forward = FORWARDS["flex:bf16"]
-    assert forward.refusals(spec.replace(return_lse=True), CPU) == ["returns no log-sum-exp"]
-    assert forward.refusals(spec.replace(direction="training"), CPU) == ["no gradients can follow"]
-    assert BACKWARDS["flex:bf16"].refusals(spec.replace(direction="training"), CPU) == ["runs on cuda, not on cpu"]
-    assert forward.refusals(spec.replace(dtype="fp64"), CPU) == ["takes bf16 tensors, not fp64"]
-
-
 @needs_avx2
 def test_without_a_compiler_it_says_what_to_install() -> None:
     with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
@@ -265,13 +256,6 @@ def test_a_cache_folder_that_cannot_be_written_is_refused_on_every_device(
         assert "cannot write its cache folder" in refused_afresh(device)
 
 
-def test_the_backward_follows_its_own_forward_alone() -> None:
-    for name, backward in BACKWARDS.items():
-        assert backward.cannot_follow(FORWARDS[name], H200) is None
-        other = "flex:bf16" if name == "flex:fp8" else "flex:fp8"
-        assert backward.cannot_follow(FORWARDS[other], H200) is not None
-
-
 def test_an_fp8_backward_is_refused_for_a_reason_and_16_bits_can_follow() -> None:
     spec = spec_of(64, 64, Mask(), head_dim=64, direction="training")
     backward = BACKWARDS["flex:fp8"]
@@ -284,22 +268,6 @@ def test_an_fp8_backward_is_refused_for_a_reason_and_16_bits_can_follow() -> Non
         backward.run(Saved(operands, None, None), None)
     plans = {str(plan) for plan in registry().plans_with("flex:fp8", spec)}
     assert {"flex:fp8>flex:fp8", "flex:fp8>sdpa-flash:bf16"} <= plans
-
-
-@pytest.mark.parametrize(
-    ("device", "changes", "sentence"),
-    [
-        (CPU, {}, "runs on cuda, not on cpu"),
-        (Device("cuda", "an A100", (8, 0)), {}, "needs compute capability 8.9"),
-        (B200, {}, "only below compute capability 10.0"),
-        (H200, {"head_dim": 24, "head_dim_v": 24}, "outside 32 to 256"),
-        (H200, {"dtype": "e5m2", "descale": "head"}, "not e5m2"),
-        (H200, {"dtype": "e4m3", "descale": "block"}, "not per block"),
-    ],
-)
-def test_limits_of_fp8(device: Device, changes: dict[str, object], sentence: str) -> None:
-    spec = spec_of(64, 64, Mask(), head_dim=64).replace(**changes)
-    assert sentence in " ".join(FORWARDS["flex:fp8"].refusals(spec, device))
 
 
 @pytest.mark.parametrize("given", ["bf16", "tensor", "head"])

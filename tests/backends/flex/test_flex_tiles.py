@@ -5,14 +5,11 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from types import ModuleType
 
 import pytest
 import torch
-from dense import dense_attention, relative_l2
-from needs import needs_avx2
 from places import TESTS
 from problems import Problem
 from torch.nn.attention.flex_attention import AuxOutput
@@ -57,24 +54,6 @@ def test_a_measured_tile_is_used_for_what_runs_the_same_program() -> None:
     for mask in (Mask(right=0), Mask(left=100, right=7)):
         windowed = spec_of(4096, 4096, mask, head_dim=64)
         assert kernel_options(windowed, HOPPER, "fp8", MEASURED)["fwd_num_warps"] == 8
-
-
-@pytest.mark.parametrize(
-    ("changes", "capability", "precision"),
-    [
-        ({"mask": Mask(right=0)}, HOPPER, "bf16"),
-        ({"head_dim": 129}, HOPPER, "bf16"),
-        ({"head_dim_v": 256}, HOPPER, "bf16"),
-        ({"seqlen_q": 127}, HOPPER, "bf16"),  # torch's kernel for decoding
-        ({}, (8, 0), "bf16"),
-        ({}, HOPPER, "fp8"),
-    ],
-)
-def test_what_was_not_measured_runs_with_torch_s_default(
-    changes: dict[str, object], capability: tuple[int, int], precision: str
-) -> None:
-    spec = spec_of(4096, 4096, Mask(), head_dim=128).replace(**changes)
-    assert kernel_options(spec, capability, precision, MEASURED) == {}
 
 
 @pytest.mark.parametrize(
@@ -145,19 +124,6 @@ def test_the_tile_reaches_the_kernel(name: str, monkeypatch: pytest.MonkeyPatch)
     assert seen[0]["kernel_options"] == native.options
 
 
-@needs_avx2
-def test_options_do_not_keep_the_kernel_from_compiling() -> None:
-    """What torch makes of them on a CPU is nothing, but tracing and its guards are the same as on a GPU."""
-    spec = spec_of(128, 128, Mask())
-    q, k, v, _ = Problem(spec, "bhsd", False, 0).tensors()
-    native = FORWARDS["flex:bf16"].prepare(Inputs(q, k, v), spec).native
-    compiled = torch.compile(flex._attend, fullgraph=True, dynamic=False)
-    options = {f"fwd_{name}": value for name, value in {**TILE, "USE_TMA": False}.items()}
-    with torch.no_grad():
-        out, _ = compiled(replace(native, options=options), spec.scale, False, torch.bfloat16)
-    assert relative_l2(out, dense_attention(q, k, v, spec)[0]) <= 0.01
-
-
 @pytest.fixture(scope="module")
 def tuner() -> ModuleType:
     found = importlib.util.spec_from_file_location("tune_flex", TUNER)
@@ -195,14 +161,3 @@ def test_a_tile_is_committed_where_it_gains_and_loses_nowhere(
     tuner: ModuleType, short: dict[int, float], long: dict[int, float], number: int | None
 ) -> None:
     assert tuner.chosen([short, long]) == number
-
-
-def test_finalists_are_the_default_and_the_fastest(tuner: ModuleType) -> None:
-    assert tuner.finalists({0: 5.0, 1: 4.0, 2: 6.0, 3: 1.0, 4: 2.0, 5: 9.0}) == [0, 3, 4, 1]
-    assert tuner.finalists({1: 4.0}) == []
-
-
-def test_what_the_tuner_prints_can_be_committed(tuner: ModuleType) -> None:
-    key = TileKey(HOPPER, "bf16", 128, "causal", "forward")
-    options = {**TILE, "USE_TMA": True}
-    assert eval(f"{{{tuner.entry(key, options)}}}", {"TileKey": TileKey}) == {key: options}

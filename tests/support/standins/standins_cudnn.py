@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import lru_cache, partialmethod
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,28 +34,19 @@ class Port:
     def __init__(self, **facts: object) -> None:
         self.facts = facts
 
-    def set_uid(self, value: int) -> Port:
-        return self._set(uid=value)
+    def _set(self, fact: str, value: object) -> Port:
+        self.facts[fact] = value
+        return self
 
-    def set_output(self, value: bool) -> Port:
-        return self._set(output=value)
-
-    def set_dim(self, value: list[int]) -> Port:
-        return self._set(dim=value)
-
-    def set_stride(self, value: list[int]) -> Port:
-        return self._set(stride=value)
-
-    def set_data_type(self, value: torch.dtype) -> Port:
-        return self._set(data_type=value)
+    set_uid = partialmethod(_set, "uid")
+    set_output = partialmethod(_set, "output")
+    set_dim = partialmethod(_set, "dim")
+    set_stride = partialmethod(_set, "stride")
+    set_data_type = partialmethod(_set, "data_type")
 
     def set_ragged_offset(self, value: Port) -> Port:
         assert value.facts["data_type"] == torch.int64
-        return self._set(ragged=value)
-
-    def _set(self, **facts: object) -> Port:
-        self.facts |= facts
-        return self
+        return self._set("ragged", value)
 
 
 class PyGraph:

@@ -14,6 +14,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import torch
+from standins_graph import backward, band, scores_of
 from standins_packed import each_sequence
 from torch import Tensor
 
@@ -215,24 +216,15 @@ def _fa2_checked(q: Tensor, k: Tensor, v: Tensor, causal: bool, left: int, right
 
 def bottom_right(sq: int, skv: int, left: int, right: int) -> Tensor:
     """(Sq, Skv): which query sees which key, as FlashAttention's documentation says; negative is unlimited."""
-    distance = torch.arange(skv)[None, :] - torch.arange(sq)[:, None] - (skv - sq)
-    sees = torch.ones(sq, skv, dtype=torch.bool)
-    if left >= 0:
-        sees &= distance >= -left
-    if right >= 0:
-        sees &= distance <= right
-    return sees
+    offset = skv - sq
+    return band(sq, skv, -math.inf if left < 0 else offset - left, math.inf if right < 0 else offset + right)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, sees: Tensor, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
     """(out, lse) in FP64 of (B, H, S, D) tensors; rows without a key are 0 and minus infinity."""
-    group = q.shape[1] // k.shape[1]
-    scores = q @ k.repeat_interleave(group, 1).mT * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    lse = scores.masked_fill(~sees, -math.inf).logsumexp(-1)
-    p = torch.where(sees, torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None]), 0.0)
-    return p @ v.repeat_interleave(group, 1), lse
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    _, lse, p = scores_of(q, k, sees, scale, softcap)
+    return p @ v, lse
 
 
 def _backward(dout, q, k, v, out, lse, gradients, sees, scale, softcap, *, empty: float) -> None:
@@ -241,23 +233,8 @@ def _backward(dout, q, k, v, out, lse, gradients, sees, scale, softcap, *, empty
     assert lse.is_contiguous()
     assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
     assert torch.equal(lse == empty, (~sees.any(1)).expand_as(lse))
-    do, q64, k64, v64, o = (x.double().transpose(1, 2) for x in (dout, q, k, v, out))
-    group = q64.shape[1] // k64.shape[1]
-    wide_k, wide_v = k64.repeat_interleave(group, 1), v64.repeat_interleave(group, 1)
-    scores = q64 @ wide_k.mT * scale
-    slope = 1.0
-    if softcap:
-        tanh = torch.tanh(scores / softcap)
-        scores, slope = softcap * tanh, 1 - tanh**2
-    known = lse.double().masked_fill(lse == empty, 0.0)[..., None]
-    p = torch.where(sees, torch.exp(scores - known), 0.0)
-    ds = p * (do @ wide_v.mT - (do * o).sum(-1, keepdim=True)) * slope * scale
-    folded = (k64.shape[0], k64.shape[1], group)
-    found = (
-        ds @ wide_k,
-        (ds.mT @ q64).unflatten(1, folded[1:]).sum(2),
-        (p.mT @ do).unflatten(1, folded[1:]).sum(2),
-    )
+    wide = [x.double().transpose(1, 2) for x in (q, k, v, out, dout)]
+    found = backward(*wide, lse.double().masked_fill(lse == empty, -math.inf), sees, scale, softcap)
     for place, value in zip(gradients, found, strict=True):
         assert place.shape == value.transpose(1, 2).shape
         place.copy_(value.transpose(1, 2))
