@@ -22,7 +22,7 @@ from .drawn_lengths import draw_lengths
 
 __all__ = ["Shape", "packed_on_cpu", "packed_on_gpu", "padded_on_cpu", "padded_on_gpu"]
 
-Shape = tuple[AttentionSpec, SequenceLengths]
+Shape = tuple[AttentionSpec, SequenceLengths | None]
 
 _WEB, _LAW, _PAPERS = 1024.0, 4096.0, 16384.0  # mean tokens of a document
 _TOTAL, _CONTEXT = 65536, 32768
