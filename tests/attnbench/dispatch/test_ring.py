@@ -89,7 +89,7 @@ def test_a_rank_that_crashed_is_an_error_not_a_hang(found):
 def test_what_no_ring_serves_is_refused(found):
     for own in found:
         assert own["window"].startswith("InputError: windows, sinks and descales are not served")
-        assert own["odd"].startswith("InputError: a rank holds two pieces")
+        assert own["odd"].startswith("InputError: a rank holds two equal pieces")
         assert own["explain"].startswith("InputError: over several ranks each step has a plan")
         assert own["choices"] == dict.fromkeys(PARTS, "sdpa-flash:fp32")
     assert found[0]["outside"].startswith("InputError: this process is no rank")

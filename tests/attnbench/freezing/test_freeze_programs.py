@@ -36,6 +36,7 @@ def ran(monkeypatch) -> list[str]:
         return original(self, *args)
 
     monkeypatch.setattr(Execution, "answer", watched)
+    monkeypatch.setattr(Execution, "_whole", lambda self, device_type: None)
     return seen
 
 

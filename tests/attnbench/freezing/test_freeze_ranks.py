@@ -51,6 +51,7 @@ def _recorder(number: int, path: Path, start, answers) -> None:
 
     freezing.choose = lambda spec, device, **rest: choose(spec, device, **{**rest, "backend": favourite})
     Execution.answer = answered
+    Execution._whole = lambda self, device_type: None  # so that every call goes through ``answer``
     lengths = list(range(1, 9))
     with freeze(path):
         start.wait()

@@ -168,7 +168,7 @@ def lines(path: Path, *rows: dict) -> Path:
         ({"\x1b[2J": 1}, " [2J: Extra inputs are not permitted"),
         ({"spec": {"heads": 10**400}}, "got a number of 400 digits or more"),
         ({"spec": {"scale": 10**400}}, "scale must be a finite number"),
-        ({"environment": {"threads": 10**400}}, "threads must be a positive number"),
+        ({"environment": {"threads": 10**400}}, "environment.threads: Input should be less than 1048576"),
     ],
 )
 def test_what_cannot_be_is_refused_by_every_command(tmp_path: Path, change: dict, said: str) -> None:

@@ -110,7 +110,7 @@ def test_what_a_layer_asks_for_beside_its_mask_is_refused(
 
 def test_masks_are_asked_for_once_and_layers_are_handed_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainable = build(config(tmp_path, "MistralConfig", WINDOWED), "cpu")
-    monkeypatch.delattr(huggingface, "told")
+    monkeypatch.delattr(huggingface, "layer_mask")
     attention, handed = transformers.models.mistral.modeling_mistral.MistralAttention, []
     for module in trainable.module.modules():
         if isinstance(module, attention):
