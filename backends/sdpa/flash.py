@@ -165,8 +165,8 @@ class FlashForward(_Flash, ForwardKernel):
         return Result(out, lse)
 
     def whole(self, spec: AttentionSpec, device_type: str) -> Whole | None:
-        """torch's operators, where their own causal mask or none is what is asked, and they need no correction."""
-        if spec.has_empty_rows or spec.mask.kind not in ("none", "causal"):
+        """torch's operators, where their own causal mask or none is what is asked: every query sees a key."""
+        if spec.mask.kind not in ("none", "causal"):
             return None
         causal = spec.mask.kind == "causal"
         if device_type == "cuda":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnbench import AttentionSpec
+from attnbench import AttentionSpec, Mask
 from attnbench.kernels.contract import Inputs
 from attnbench.kernels.execution import Execution
 from attnbench.kernels.registry import registry
@@ -43,3 +43,20 @@ def test_under_autocast_kernels_run_by_themselves(differentiated: list[str]) -> 
     with torch.autocast("cpu", dtype=torch.bfloat16):
         step("sdpa-flash:bf16", "sdpa-flash:bf16")
     assert differentiated == ["sdpa-flash:bf16>sdpa-flash:bf16"]
+
+
+@pytest.mark.parametrize("queries", [5, 16, 30])
+@pytest.mark.parametrize(
+    "mask",
+    [Mask(), Mask(right=0), Mask(right=0, alignment="bottom-right"), Mask(left=3, right=0), Mask(left=2, right=1)],
+)
+@pytest.mark.parametrize("scale", [0.25, -0.25])
+def test_torchs_flash_operator_answers_only_for_masks_that_are_its_own(queries: int, mask: Mask, scale: float) -> None:
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=queries, seqlen_kv=16, head_dim=16, mask=mask, scale=scale)
+    generator, kernel = torch.Generator().manual_seed(0), registry().forward("sdpa-flash:bf16")
+    q, k, v = (torch.randn(1, 2, size, 16, generator=generator).bfloat16() for size in (queries, 16, 16))
+    whole = kernel.whole(spec, "cpu")
+    assert (whole is None) <= (mask != Mask())
+    if whole is not None:
+        result = kernel.run(kernel.prepare(Inputs(q, k, v), spec))
+        assert all(map(torch.equal, whole(q, k, v), (result.out, result.lse)))
