@@ -240,7 +240,7 @@ def _gradient_lengths(
 
 
 def _hide(spec: AttentionSpec, seen: VisibleKeys | None) -> Hide:
-    return spec.mask.outside if seen is None else seen.hidden
+    return spec.mask.outside if seen is None else seen.outside
 
 
 def _compared(found: Tensor, exact: Tensor) -> Tensor:

@@ -131,8 +131,8 @@ def _ranges(begin: int, end: int, step: int) -> list[tuple[int, int]]:
 
 def _reach(begin: int, end: int, spec: AttentionSpec) -> tuple[int, int]:
     """``reach`` of a piece: visible keys only move to the right with the row, unless a new head begins."""
-    (first, row), (last, other) = divmod(begin, spec.seqlen_q), divmod(end - 1, spec.seqlen_q)
-    if spec.lengths is not None:
+    if spec.lengths is not None:  # where the visible ones lie is known on the device alone
         return 0, spec.seqlen_kv
+    (first, row), (last, other) = divmod(begin, spec.seqlen_q), divmod(end - 1, spec.seqlen_q)
     rows = (row, other) if first == last else (0, spec.seqlen_q - 1)
     return reach([spec.mask.span(each, spec.seqlen_q, spec.seqlen_kv) for each in rows])

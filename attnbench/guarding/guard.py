@@ -32,6 +32,7 @@ from ..kernels.plan import Plan
 from ..problem.fp8 import Quantised
 from ..problem.lengths import Lengths
 from ..problem.spec import AttentionSpec
+from ..problem.visible_keys import VisibleKeys
 from ..state import forget
 from .breach import Breach
 from .breach_file import save_tensors
@@ -86,7 +87,8 @@ class _Sample:
     groups: list[Group]
     part: Part
     tensors: dict[str, Tensor | Quantised]
-    rows: Rows | None = None
+    spec: AttentionSpec
+    seen: VisibleKeys | None
 
     def derived(self, grad_out: Tensor, gradients: Gradients) -> None:
         """Check them."""
@@ -248,15 +250,14 @@ class Guard:
     ) -> _Sample | None:
         try:
             with aside(q.device):
+                spec, seen = case.spec, None
+                kept: dict[str, Tensor | Quantised] = {}
                 if lengths is not None:
-                    rows = Rows.of(case.spec, lengths, q, k, v)
-                    groups = self._draw(pick_groups, rows.spec)
-                    own = part(groups, rows.q, rows.k, rows.v)
-                    return _Sample(self, case, call, groups, own, {}, rows.without_tensors())
-                groups = self._draw(pick_groups, case.spec)
-                whole = {"q": q, "k": k, "v": v} if self.save_to is not None else {}
-                kept: dict[str, Tensor | Quantised] = {name: x.detach().clone() for name, x in whole.items()}
-                return _Sample(self, case, call, groups, part(groups, q, k, v), kept)
+                    spec, seen, q, k, v = Rows.of(case.spec, lengths, q, k, v)
+                elif self.save_to is not None:
+                    kept = {"q": q.detach().clone(), "k": k.detach().clone(), "v": v.detach().clone()}
+                groups = self._draw(pick_groups, spec)
+                return _Sample(self, case, call, groups, part(groups, q, k, v), kept, spec, seen)
         except Exception as error:  # memory, most likely: the program goes on without this check
             self._skip(type(error).__name__, str(error))
             return None
@@ -264,11 +265,8 @@ class Guard:
     def _check_gradients(self, sample: _Sample, grad_out: Tensor, gradients: Gradients) -> None:
         if self not in watching.opened or _recorded(grad_out):
             return
-        spec, seen, given = sample.case.spec, None, grad_out
-        if sample.rows is not None:
-            spec, seen = sample.rows.spec, sample.rows.seen
-            given = used(grad_out, seen.used_q)
-        sums = partial(gradient_sums, sample.part, sample.groups, given, gradients, spec, seen)
+        given = grad_out if sample.seen is None else used(grad_out, sample.seen.used_q)
+        sums = partial(gradient_sums, sample.part, sample.groups, given, gradients, sample.spec, sample.seen)
         tensors = {**sample.tensors, "grad_out": grad_out} if sample.tensors else {}
         self._check(sample.case, sample.call, grad_out.device, sums, tensors)
 

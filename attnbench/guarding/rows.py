@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..problem.lengths import Lengths
@@ -30,11 +29,6 @@ class Rows(NamedTuple):
         seen = VisibleKeys.of(spec.mask, lengths, q.shape[2], k.shape[2], q.device)
         padding = (used(q, seen.used_q), used(k, seen.used_kv), used(v, seen.used_kv))
         return cls(as_rows(spec, q, k), seen, *padding)
-
-    def without_tensors(self) -> Rows:
-        """The same without q, k and v, to be kept until a backward."""
-        nothing = torch.empty(0)
-        return self._replace(q=nothing, k=nothing, v=nothing)
 
 
 def as_rows(spec: AttentionSpec, q: Tensor, k: Tensor) -> AttentionSpec:

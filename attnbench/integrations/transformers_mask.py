@@ -212,7 +212,7 @@ def _pattern(asked: MaskRequest) -> Mask:
 
 def _unpadded(asked: MaskRequest, caller: Caller, mask: Mask, right_padding: bool) -> Sequences | None:
     """The sequences without their padding, None if nothing is padded; reads the tensor, as transformers' SDPA does."""
-    assert asked.padding is not None, "asked by told alone"
+    assert asked.padding is not None, "layer_mask asks only where there is some"
     if asked.padding.ndim != 2 or asked.padding.shape[1] < asked.first_key + asked.seqlen_kv:
         raise UnservableError("a padding mask that is shorter than the keys, as with a static cache")
     if asked.padding.shape[0] != asked.batch:

@@ -263,7 +263,7 @@ class ForwardKernel(Kernel):
         """``prepare`` and ``run`` in one function of q, k, v, for a library whose operator does both; None elsewhere.
 
         It takes the tensors (B, H, S, D) of an ``Inputs``, in any strides and without lengths, and returns (out, lse)
-        as ``run`` does to the bit; lse may be None unless ``spec.return_lse``.  Where ``spec`` asks for training, torch
+        as ``run`` does; lse may be None unless ``spec.return_lse``.  Where ``spec`` asks for training, torch
         must differentiate it, with the same kernel as the backward of this name.  It saves a small call the host's
         time for operands and for an autograd function in Python.  A library that encodes TMA descriptors needs a GPU
         context in the calling thread: ``devices.bind`` first, as ``Execution`` does before ``prepare``.

@@ -40,8 +40,8 @@ class VisibleKeys(NamedTuple):
         else:
             begin_q, end_q = _rows(lengths, lengths.q, queries, token)
             begin_kv, end_kv = _rows(lengths, lengths.kv, keys, token)
-            place = torch.arange(keys, dtype=torch.int32, device=device)
-            used_kv = (place >= begin_kv) & (place < end_kv)
+            key = torch.arange(keys, dtype=torch.int32, device=device)
+            used_kv = (key >= begin_kv) & (key < end_kv)
         place = begin_kv + token - begin_q
         if mask.alignment == "bottom-right":
             place = place + (end_kv - begin_kv) - (end_q - begin_q)
@@ -52,8 +52,12 @@ class VisibleKeys(NamedTuple):
         first = first.expand(stop.shape)
         return cls(first, stop, None if used_kv is None else used, used_kv)
 
-    def hidden(self, keys: Tensor, first: Tensor, stop: Tensor) -> Tensor:
-        """Which ``keys`` (..., keys) lie outside ``first`` to ``stop`` (..., rows, 1): (..., rows, keys)."""
+    @staticmethod
+    def outside(keys: Tensor, first: Tensor, stop: Tensor) -> Tensor:
+        """Which ``keys`` (..., keys) lie outside ``first`` to ``stop`` (..., rows, 1): (..., rows, keys).
+
+        Both sides count, whatever the mask; ``Mask.outside`` compares those alone that it limits.
+        """
         return (keys < first).logical_or_(keys >= stop)
 
 

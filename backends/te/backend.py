@@ -25,7 +25,7 @@ from ..common.cudnn_attention import (
 )
 from ..common.installed import release, versions_of
 from ..common.layout import tokens
-from ..common.unpadding import unpads_backward, unpads_forward
+from ..common.unpadding import unpads_forward
 from . import library as te_library
 from .history import Histories
 from .library import Narrow, bshd, delayed, seqlens_of, widened
@@ -83,7 +83,6 @@ class TeForward(CudnnForward):
         return Result(out.transpose(0, 1)[None] if packed else out.transpose(1, 2), lse)
 
 
-@unpads_backward()
 class TeBackward(CudnnBackward):
     """``fused_attn_bwd`` in 16 bits, after any forward that returns out and its log-sum-exp."""
 

@@ -84,7 +84,8 @@ def tile_map(lengths: Lengths, batch: int, tiled: Tiled, device: torch.device) -
     """(1 + capacity, ROW) int32: the number of tiles, then a row for each, of which those beyond are undefined.
 
     Kept as long as the lengths live and are not changed in place, except while a CUDA graph is recorded: a replay
-    makes it of the lengths that are there then.
+    makes it of the lengths that are there then.  Each stream has its own: while a kernel runs, it counts drawn tiles in
+    the table's first row.
     """
     if recording():
         return _made(lengths, batch, tiled, device)

@@ -1,4 +1,4 @@
-"""The pytest plug-in: the fixture ``attention_benchmark``, for pytest-benchmark (docs/ci.md).
+"""The pytest plug-in: the fixture ``attention_benchmark``, for pytest-benchmark (docs/how-to/ci.md).
 
 Every pytest session on a machine with attnbench loads this module.  So it imports only pytest, and does nothing before
 a test asks for the fixture; only then are the harness and torch imported.
