@@ -34,11 +34,11 @@ class Known:
     """The measurements usable on a device.
 
     ``tables``: the user's first, then those of ``ATTNBENCH_TABLES``, then the shipped one, then those of both that can
-    be scaled to this model; without unusable entries.  Of several that have a spec only the first is asked for
-    it, because measured times of two machines must not be compared in a choice.  Tables of one GPU model have no spec
+    be scaled to this model; without unusable entries.  Of several that have a spec only the first is asked for it,
+    because measured times of two machines must not be compared in a choice.  Tables of one GPU model have no spec
     twice.  A scaled table keeps the specs that this GPU's own have: a model of the few others promised more than the
-    datasheet's rate.  ``note``: what to report about them, or None.  ``dropped`` maps a backend to why its entries are not
-    used.
+    datasheet's rate.  ``note``: what to report about them, or None.  ``dropped`` maps a backend to why its entries are
+    not used.
     """
 
     tables: tuple[Table, ...] = ()

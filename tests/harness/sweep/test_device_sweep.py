@@ -13,6 +13,7 @@ from attnbench.harness.measure.bench import Bench
 from attnbench.harness.measure.setup import DeviceSetup
 from attnbench.harness.results.peaks import PEAK_TFLOPS
 from attnbench.harness.results.records import Measurement
+from attnbench.harness.sweep import devices
 from attnbench.harness.sweep.device_sweep import DeviceSweep, PhaseStarted, StoppedError
 from attnbench.harness.sweep.worker_process import LostError
 from attnbench.kernels.plan import Plan
@@ -198,3 +199,26 @@ def test_stopping_ends_what_is_under_way_and_invents_no_row(shop, method):
     assert len(ended) == 1
     assert rows == []
     assert not any(station.alive for station in shop.stations)
+
+
+def test_the_first_cases_are_measured_before_the_rest_is_compiled(shop, monkeypatch):
+    order: list[object] = []
+
+    class Compiled:
+        needed = True
+
+        def __init__(self, work, setup):
+            self.names = [case.name for case, _ in work]
+
+        def run(self):
+            order.append(self.names)
+            return {}
+
+    monkeypatch.setattr(devices, "FirstRuns", Compiled)
+    monkeypatch.setattr(devices, "_FIRST", 1)
+    cases = [replace(CASE, name=name) for name in ("one", "two", "three")]
+    with devices.DeviceSweeps([setup()]) as sweeps:
+        for event in sweeps.measured([devices.Task(case, EXACT, "ok", ()) for case in cases]):
+            if not isinstance(event, PhaseStarted):
+                order.append(event.case)
+    assert order == [["one"], "one", ["two", "three"], "two", "three"]

@@ -156,6 +156,17 @@ def test_a_required_plan_is_measured_in_full(shop, paces):
     assert raced([QUICK, SLOW, EXACT], [SLOW])[SLOW].status == "ok"
 
 
+@pytest.mark.parametrize(("pace", "status"), [(0.1, "ok"), (100.0, "slower")])
+def test_what_had_no_memory_in_a_race_is_looked_at_alone_and_measured_if_it_may_win(shop, paces, pace, status):
+    paces[EXACT] = pace
+    shop.breaks(LostError("oom", "OutOfMemoryError: no more", died=False), "prepare", EXACT)
+    rows = raced([QUICK, SLOW, EXACT])
+    assert rows[EXACT].status == status
+    assert {*rows[EXACT].time_ms["call"]} == {pace}
+    assert shop.asked["conclude", EXACT] == (status == "ok")
+    assert rows[QUICK].status == "ok"
+
+
 @pytest.mark.parametrize("fault", ["conclude", "prove"])
 def test_behind_a_winner_that_failed_another_wins(shop, paces, fault):
     paces[EXACT] = 0.1
