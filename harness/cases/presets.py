@@ -178,5 +178,5 @@ PRESETS = {
     "packed": Preset(packed_on_gpu, packed_on_cpu),
     "padded": Preset(padded_on_gpu, padded_on_cpu),
     "models": Preset(lambda: model_layers("cuda"), lambda: model_layers("cpu")),
-    "table": Preset(lambda: spread_shapes(88, "cuda"), lambda: spread_shapes(16, "cpu")),
+    "table": Preset(lambda: spread_shapes(112, "cuda"), lambda: spread_shapes(16, "cpu")),
 }
