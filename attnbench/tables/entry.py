@@ -18,7 +18,7 @@ STATUSES: tuple[Status, ...] = get_args(Status)
 # Of any time: a nanosecond, which no clock here resolves, and eleven days.
 SHORTEST_MS, LONGEST_MS = 1e-6, 1e9
 _ASKED_LIVE = ("refused", "unavailable")  # each choice asks the kernel again
-_TIME_DIGITS, _SPREAD_DIGITS, _ERROR_DIGITS = 4, 2, 3
+_TIME_DIGITS, _SPREAD_DIGITS, _HOST_DIGITS, _ERROR_DIGITS = 4, 2, 3, 3
 _LONGEST_REASON = 200
 # The least worst error that a kernel in 8 bits had on an H200 is 0.0027, by the rounding of its 16-bit output alone.
 _LEAST_FP8_ERROR = 1e-4
@@ -33,6 +33,8 @@ class Entry:
 
     ``time_ms`` is the median of the whole call and ``spread_ms`` its interquartile range, None unless ``status`` is
     ``ok``, ``inaccurate`` or ``slower``: after a first look, or (without a spread) by its passes in other plans.
+    ``host_ms`` and ``device_ms`` are what the host and the device need for the call, of which it takes the longer; None
+    where the host's speed was not measured beside them.
     ``errors`` maps an input family to the worst relative L2 over tensors, infinite if not
     finite.  ``reason`` says why the status is not ``ok``; ``check`` names the check that found a plan inaccurate,
     ``error`` if the errors exceed a bound.
@@ -43,6 +45,8 @@ class Entry:
     status: str
     time_ms: float | None = None
     spread_ms: float | None = None
+    host_ms: float | None = None
+    device_ms: float | None = None
     errors: dict[str, float] = field(default_factory=dict)
     reason: str | None = None
     check: str | None = None
@@ -78,13 +82,15 @@ class Entry:
         return self.status not in _ASKED_LIVE
 
     def shortened(self) -> Entry:
-        """The same with fewer digits: times four, spreads two, errors three and rounded up so that none falls below a
-        budget.
+        """The same with fewer digits: times four, spreads two, the host's times three, errors three and rounded up so
+        that none falls below a budget.
         """
         return replace(
             self,
             time_ms=_nearest(self.time_ms, _TIME_DIGITS),
             spread_ms=_nearest(self.spread_ms, _SPREAD_DIGITS),
+            host_ms=_nearest(self.host_ms, _HOST_DIGITS),
+            device_ms=_nearest(self.device_ms, _HOST_DIGITS),
             errors={family: _above(error, _ERROR_DIGITS) for family, error in self.errors.items()},
             reason=None if self.reason is None else " ".join(self.reason.split())[:_LONGEST_REASON],
         )
@@ -95,7 +101,8 @@ class Entry:
         A first look, which takes no errors, renews the times alone.
         """
         if newer.status == "slower" and self.errors:
-            return replace(self, time_ms=newer.time_ms, spread_ms=newer.spread_ms)
+            times = {name: getattr(newer, name) for name in ("time_ms", "spread_ms", "host_ms", "device_ms")}
+            return replace(self, **times)
         return newer if newer.time_ms is None else replace(newer, errors={**self.errors, **newer.errors})
 
 

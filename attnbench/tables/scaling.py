@@ -60,10 +60,13 @@ def scaled(table: Table, here: Environment) -> Table | None:
     def moved(entry: Entry) -> Entry:
         if entry.time_ms is None:
             return entry
-        time = scaled_ms(entry.plan, entry.spec, entry.time_ms, launches[_series(entry)], source, target)
-        time = min(max(time, SHORTEST_MS), LONGEST_MS)
+        device = entry.time_ms if entry.device_ms is None else entry.device_ms
+        device = scaled_ms(entry.plan, entry.spec, device, launches[_series(entry)], source, target)
+        device = min(max(device, SHORTEST_MS), LONGEST_MS)
+        time = max(device, entry.host_ms or 0.0)
         spread = None if entry.spread_ms is None else min(entry.spread_ms * time / entry.time_ms, LONGEST_MS)
-        return replace(entry, time_ms=time, spread_ms=spread)
+        known = None if entry.device_ms is None else device
+        return replace(entry, time_ms=time, spread_ms=spread, device_ms=known)
 
     facts = ("device_name", "device_count", "driver", "uuid_hash", "clock_mhz", "power_cap_w", "memory_bytes")
     ratios = [_ratio(source, target, precision) for precision in ("bf16", "fp8", "fp32")]

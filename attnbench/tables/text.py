@@ -27,6 +27,7 @@ _LEAST_ERROR = 1e-100  # below it, and above 0, ratios and logarithms leave the 
 _STRICT = ConfigDict(strict=True, extra="forbid")
 
 _Name = Annotated[str, StringConstraints(max_length=200, pattern=r"^[^\pC\p{Zl}\p{Zp}]*$")]
+_Time = Annotated[float, Field(ge=SHORTEST_MS, le=LONGEST_MS)]
 _Error = Annotated[NumberOrInf, Field(ge=0), AfterValidator(lambda error: error and max(error, _LEAST_ERROR))]
 
 
@@ -36,8 +37,10 @@ class _Facts(BaseModel):
     model_config = _STRICT
 
     status: Status = "ok"
-    time_ms: Annotated[float, Field(ge=SHORTEST_MS, le=LONGEST_MS)] | None = None
+    time_ms: _Time | None = None
     spread_ms: Annotated[float, Field(ge=0, le=LONGEST_MS)] | None = None
+    host_ms: _Time | None = None
+    device_ms: _Time | None = None
     errors: Annotated[dict[_Name, _Error], Field(max_length=64)] = {}
     check: Annotated[Printable, Field(max_length=200)] | None = None
     reason: Annotated[Printable, Field(max_length=2000)] | None = None
@@ -94,6 +97,8 @@ def _facts(entry: Entry) -> dict[str, Any]:
         "status": None if entry.status == "ok" else entry.status,
         "time_ms": entry.time_ms,
         "spread_ms": entry.spread_ms,
+        "host_ms": entry.host_ms,
+        "device_ms": entry.device_ms,
         "errors": errors or None,
         "check": entry.check,
         "reason": entry.reason,

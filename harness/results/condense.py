@@ -126,10 +126,11 @@ def worst_errors(row: Measurement) -> dict[str, float]:
 
 
 def _entry(row: Measurement, speed: HostSpeed) -> Entry:
-    time_ms = spread_ms = None
+    time_ms = spread_ms = host_ms = device_ms = None
     if "call" in row.time_ms:
         lower, median, upper = np.percentile(speed.calls(row), (25, 50, 75))
         time_ms, spread_ms = float(median), float(upper - lower)
+        host_ms, device_ms = speed.parts(row)
     elif row.time_ms:  # of a plan that was never called, by its passes in other plans
         time_ms = sum(map(min, row.time_ms.values()))
     return Entry(
@@ -138,6 +139,8 @@ def _entry(row: Measurement, speed: HostSpeed) -> Entry:
         status=row.status,
         time_ms=time_ms,
         spread_ms=spread_ms,
+        host_ms=host_ms,
+        device_ms=device_ms,
         errors=worst_errors(row),
         reason=row.reason,
         check=row.check,

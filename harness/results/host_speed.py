@@ -23,6 +23,7 @@ __all__ = ["HostSpeed"]
 # Of how many visits at a host 1.16 times as slow the expectation counts that the power is 1.
 _PRIOR_VISITS, _USUAL_SPREAD = 8, 0.15
 _LEAST, _MOST = 0.5, 2.0
+_UNDISTURBED = 10  # the percentile of a pass's times that no late host made longer
 
 _Array = npt.NDArray[np.float64]
 
@@ -63,17 +64,32 @@ class HostSpeed:
 
     def calls(self, row: Measurement) -> Sequence[float]:
         """Milliseconds of the row's calls on the usual host; as they are where the host's speed is not known."""
+        parts = self._parts(row)
+        if not parts:
+            return row.time_ms["call"]
+        calls: list[float] = np.concatenate([np.maximum(host, device) for host, device in parts]).tolist()
+        return calls
+
+    def parts(self, row: Measurement) -> tuple[float, float] | tuple[None, None]:
+        """Milliseconds of the usual host and of the device for a call; None where the host's speed is not known."""
+        parts = self._parts(row)
+        if not parts:
+            return None, None
+        host, device = (float(np.median(np.concatenate(part))) for part in zip(*parts, strict=True))
+        return host, device
+
+    def _parts(self, row: Measurement) -> list[tuple[_Array, _Array]]:
+        """What the usual host and what the device needs for the calls of each visit."""
         visits = _visits(row)
         if not visits or self.usual_ms is None:
-            return row.time_ms["call"]
-        power, passes = self.power(row.plan, row.spec.direction), _passes(row)
-        taken = list[float]()
+            return []
+        power, passes, parts = self.power(row.plan, row.spec.direction), _passes(row), list[tuple[_Array, _Array]]()
         for visit, scale in zip(visits, row.performance.host_scale or [1.0] * len(visits), strict=True):
             host = visit.host * (self.usual_ms / visit.launch_ms) ** power
             # Where the host was the longer, the device is known from the passes alone.
             device = np.where(visit.call > visit.host * scale * 1.0001, visit.call, np.minimum(visit.call, passes))
-            taken += np.maximum(device, host).tolist()
-        return taken
+            parts.append((host, device))
+        return parts
 
 
 def _visits(row: Measurement) -> list[_Visit]:
@@ -92,5 +108,6 @@ def _visits(row: Measurement) -> list[_Visit]:
 
 
 def _passes(row: Measurement) -> float:
-    """Milliseconds of the device for the passes of a call."""
-    return sum(median(row.time_ms[cost]) for cost in ("prepared", "backward") if cost in row.time_ms)
+    """Milliseconds of the device for the passes of a call: a host that came late made many of them longer."""
+    taken = [row.time_ms[cost] for cost in ("prepared", "backward") if cost in row.time_ms]
+    return sum(float(np.percentile(each, _UNDISTURBED)) for each in taken)

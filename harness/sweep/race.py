@@ -55,8 +55,10 @@ class Race:
         self._out.add(plan)
 
     def rejoin(self, plan: Plan, look: Visit) -> None:
-        """Let a plan that had left enter by a first look at it alone."""
+        """Let a plan that had left enter by a first look at it alone, as if it had not been timed or judged."""
         self._out.discard(plan)
+        self.judged.discard(plan)
+        self.timed.pop(plan, None)
         self.looks[plan] = Samples()
         self.looks[plan].add(look)
 

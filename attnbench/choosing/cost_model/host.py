@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     _Array = npt.NDArray[np.float64]
 
-__all__ = ["HostFloor"]
+__all__ = ["HostFloor", "longer"]
 
 # The first three were found on 1934 rows of three sweeps of an H200 that also have the device's own time and the
 # host's.  Held-out regret changed by at most 0.3 per cent where any one of all was halved or doubled.
@@ -34,20 +34,21 @@ class HostFloor:
     Three facts decide whether a call waited for it: how far its time lies above what the other specs predict for the
     device, how near to the level it is, and how much it scatters (a device repeats itself, a host does not).
 
-    ``times`` are logarithms of ms, (n,); ``scatter`` is half the interquartile range over the median, NaN if unknown.
+    ``times`` are logarithms of ms, (n,); ``scatter`` is half the interquartile range over the median, NaN if unknown;
+    ``of_device`` (n,) says which are known to be times of the device.
     ``waited`` (n,) is the probability that each call waited for the host.
     """
 
-    def __init__(self, times: _Array, scatter: _Array) -> None:
+    def __init__(self, times: _Array, scatter: _Array, of_device: npt.NDArray[np.bool_]) -> None:
         import numpy as np  # imported here: attention() does not need it
 
-        self._times = times
+        self._times, self._of_device = times, of_device
         scatter = np.log(np.maximum(scatter, _STEADIEST))
         waiting, steady = (_log_density(scatter, math.log(median), width) for median, width in (_WAITING, _STEADY))
         self._odds = np.nan_to_num(waiting - steady)
         self.level = min(float(times.min()), math.log(_LONGEST))
         near = _below((self.level + 3 * _DEVIATION - times) / _DEVIATION)
-        self.waited: _Array = near / (1 + np.exp(-self._odds))
+        self.waited: _Array = np.where(of_device, 0.0, near / (1 + np.exp(-self._odds)))
 
     def weigh(self, means: _Array, variances: _Array, noise: _Array) -> None:
         """One EM step: update ``waited`` and ``level`` from the other specs' predictions of the device times
@@ -65,7 +66,7 @@ class HostFloor:
         )
         device = lawful + np.log(shorter)
         host = _log_density(self._times, self.level, _DEVIATION) + np.log(_below(apart / expected)) + self._odds
-        self.waited = 1 / (1 + np.exp(np.clip(device - host, -50, 50)))
+        self.waited = np.where(self._of_device, 0.0, 1 / (1 + np.exp(np.clip(device - host, -50, 50))))
         told = (1 - self.waited) * (1 - shorter)
         hidden = self.level - _DEVIATION * np.exp(-above * above / 2) / math.sqrt(2 * math.pi) / shorter
         known = (self.waited * self._times + told * hidden).sum() + _PRIOR_WEIGHT * (self._times.min() - _BELOW)
@@ -89,17 +90,25 @@ class HostFloor:
         times: _Array = np.where(says, (mean / variance - means / variances) / precision, self._times)
         return times, 1 / precision
 
-    def longer(self, mean: float, deviation: float, share: float) -> float:
-        """The logarithm of a time that a call stays below in this share of cases: the longer of host and device."""
-        host, device = NormalDist(self.level, _DEVIATION), NormalDist(mean, deviation)
-        low, high = (max(each.inv_cdf(part) for each in (host, device)) for part in (share, math.sqrt(share)))
-        for _ in range(24):
-            middle = (low + high) / 2
-            if host.cdf(middle) * device.cdf(middle) < share:
-                low = middle
-            else:
-                high = middle
-        return (low + high) / 2
+    @property
+    def host(self) -> tuple[float, float]:
+        """Mean and deviation of the logarithm of the host's time."""
+        return self.level, _DEVIATION
+
+
+def longer(host: tuple[float, float], device: tuple[float, float], share: float) -> float:
+    """The logarithm of a time that a call stays below in this share of cases: the longer of host and device, of each of
+    which mean and deviation of the logarithm are given.
+    """
+    first, second = NormalDist(*host), NormalDist(*device)
+    low, high = (max(each.inv_cdf(part) for each in (first, second)) for part in (share, math.sqrt(share)))
+    for _ in range(24):
+        middle = (low + high) / 2
+        if first.cdf(middle) * second.cdf(middle) < share:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
 
 
 def _log_density(values: _Array, mean: float, deviation: _Array | float) -> _Array:
