@@ -45,11 +45,11 @@ class Entry:
     status: str
     time_ms: float | None = None
     spread_ms: float | None = None
-    host_ms: float | None = None
-    device_ms: float | None = None
     errors: dict[str, float] = field(default_factory=dict)
     reason: str | None = None
     check: str | None = None
+    host_ms: float | None = None
+    device_ms: float | None = None
 
     @property
     def usable(self) -> bool:
