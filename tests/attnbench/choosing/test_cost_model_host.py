@@ -1,8 +1,8 @@
 """Calls that waited for the host: told apart by what a made-up machine or the committed rows know of the device."""
 
+from dataclasses import replace
 from statistics import NormalDist, median
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +10,7 @@ from places import RESULTS
 
 from attnbench import AttentionSpec, Mask, Plan
 from attnbench.choosing.cost_model.fit import Fit
-from attnbench.choosing.cost_model.host import HostFloor
+from attnbench.choosing.cost_model.host import longer
 from attnbench.choosing.cost_model.predict import CostModel
 from attnbench.tables.table import Entry
 
@@ -31,6 +31,20 @@ def called(at: AttentionSpec, host: float, scatter: float = 0.2) -> Entry:
     waited = host > device(at)
     time = max(host, device(at))
     return Entry(at, PLAN, "ok", time, time * (scatter if waited else 0.01), {"normal": 0.002})
+
+
+def test_where_both_parts_are_known_each_is_predicted_by_the_specs_that_run_the_same_code():
+    """All calls waited for the host, so their times alone say nothing of the device."""
+    entries = [
+        replace(called(at, host), host_ms=host, device_ms=device(at))
+        for length in LENGTHS
+        for host, at in ((50.0, spec(length)), (400.0, spec(length, kv_heads=1)))
+    ]
+    model = CostModel(entries)
+    assert model.predict(PLAN, spec(768)).time_ms == pytest.approx(50.0, rel=0.1)
+    assert model.predict(PLAN, spec(768, kv_heads=1)).time_ms == pytest.approx(400.0, rel=0.1)
+    far = spec(max(LENGTHS) * 64, batch=1)
+    assert model.predict(PLAN, far).time_ms == pytest.approx(device(far), rel=0.3)
 
 
 def test_a_call_that_repeats_itself_is_believed_where_it_leaves_the_law_and_one_that_scatters_is_not():
@@ -57,10 +71,9 @@ def test_a_few_queries_leave_most_of_a_gpu_idle():
 
 @given(st.floats(-8, 8), st.floats(0.01, 2), st.floats(-8, 8), st.floats(0.05, 0.95))
 def test_the_longer_of_two_is_below_its_quantile_as_often_as_said(level, deviation, mean, share):
-    host = HostFloor(np.array([level]), np.array([0.01]))
-    bound = host.longer(mean, deviation, share)
-    host_alone = NormalDist(host.level, 0.35).cdf(bound)
-    assert host_alone * NormalDist(mean, deviation).cdf(bound) == pytest.approx(share, abs=1e-3)
+    host, device = (level, 0.35), (mean, deviation)
+    bound = longer(host, device, share)
+    assert NormalDist(*host).cdf(bound) * NormalDist(*device).cdf(bound) == pytest.approx(share, abs=1e-3)
 
 
 @pytest.fixture(scope="module")

@@ -185,7 +185,9 @@ def test_the_table_that_ships_keeps_the_bounds_however_it_is_halved():
     scores = list(held_out(Table.load(SHIPPED), registry(), splits=examples(1, 4), seed=1))
     assert sum(score.violated for score in scores) <= 0.01 * len(scores)
     summaries = summarised(score for score in scores if score.steady)
-    assert [(summary.name, summary.passes) for summary in summaries] == [("forward", True), ("training", True)]
+    assert [summary.name for summary in summaries] == ["forward", "training"]
+    # Its rows are of two states of the host's code: 2.2 and 1.8 % by one halving, 1.7 and 2.5 % by two.
+    assert all(summary.geometric_mean <= 0.025 and summary.percentile_95 <= 0.16 for summary in summaries)
 
 
 @pytest.mark.parametrize(("make", "code", "last"), [(lawful, 0, "passed"), (lambda: shuffled(lawful()), 1, "failed")])

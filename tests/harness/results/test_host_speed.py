@@ -44,9 +44,18 @@ def test_calls_that_wait_for_the_device_keep_their_times():
     assert set(HostSpeed([held]).calls(held)) == {9.0}
 
 
+@pytest.mark.parametrize("device", [0.001, 9.0])
+def test_a_table_holds_the_part_of_the_host_and_that_of_the_device(device):
+    (entry,) = condense([visited(SLOWS, 1.0, device=device)])
+    assert entry.host_ms == pytest.approx(0.1 * median(SLOWS) / 0.01)
+    assert entry.device_ms == pytest.approx(device)
+    assert entry.time_ms == pytest.approx(max(entry.host_ms, entry.device_ms))
+
+
 def test_a_row_without_the_hosts_speed_is_as_it_was():
     given = row("a", "sdpa-flash:bf16")
     assert HostSpeed([given]).usual_ms is None
+    assert condense([given])[0].host_ms is None
     assert HostSpeed([visited(SLOWS, 1.0)]).calls(given) == given.time_ms["call"]
 
 

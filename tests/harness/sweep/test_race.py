@@ -10,6 +10,7 @@ from stations import Shop
 
 from attnbench.harness.cases.case import Case
 from attnbench.harness.measure.bench import Bench
+from attnbench.harness.measure.findings import Visit
 from attnbench.harness.results.condense import condense
 from attnbench.harness.sweep.device_sweep import DeviceSweep, PhaseStarted
 from attnbench.harness.sweep.interleave import Samples
@@ -165,6 +166,18 @@ def test_what_had_no_memory_in_a_race_is_looked_at_alone_and_measured_if_it_may_
     assert {*rows[EXACT].time_ms["call"]} == {pace}
     assert shop.asked["conclude", EXACT] == (status == "ok")
     assert rows[QUICK].status == "ok"
+
+
+@pytest.mark.parametrize(("forward_ms", "enters"), [(0.5, True), (9.0, False)])
+def test_who_had_no_memory_to_be_judged_and_rejoins_is_timed_again_or_slower(forward_ms, enters):
+    """It had won by its times in the race, which say nothing of a run alone."""
+    first, other = Plan("a:bf16"), Plan("b:bf16")
+    race = Race([first, other])
+    assert run(race, {"a:bf16": 0.9, "b:bf16": 1.0}, {}, inaccurate=[first]) == [first, other]
+    alone = {"prepared": [forward_ms], "call": [forward_ms]}
+    race.rejoin(first, Visit(time_ms=alone, host_ms=[0.1], span=(0.0, 1.0), replayed=(), late_ms=0.0))
+    assert (first in race.entrants()) == enters
+    assert enters or set(race.slower()) == {first}
 
 
 @pytest.mark.parametrize("fault", ["conclude", "prove"])
