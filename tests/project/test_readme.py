@@ -156,8 +156,8 @@ def test_the_fresh_regret_is_that_of_the_tables_that_ship() -> None:
             assert summary.choices == int(found[2])
             violations += summary.violations
     assert not shown
-    assert violations == 0
-    assert any(line.startswith("No choice was beyond its budget") for line in README)
+    assert violations == 1  # of a kernel that was wrong then
+    assert any(line.startswith("One H200 choice was beyond its budget") for line in README)
 
 
 def test_the_picture_is_of_the_rows_of_the_table_that_ships(tmp_path: Path) -> None:
