@@ -11,7 +11,7 @@ from ...problem.lengths_kind import BATCHES
 from ...problem.spec import AttentionSpec
 from ...tables.entry import Entry
 from ..similarity import of_one_length
-from .host import HostFloor, longer
+from .host import HostFloor, MeasuredHost, longer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,8 +35,6 @@ _OTHER_MASK, _DOUBLE_GROUP = 0.8, 0.95  # the correlation left across masks or a
 # were 0.77 to 1.50 times what was measured; between plans at one batch they differed by 0.09.
 _OTHER_BATCH = 0.9
 _REPEATED = 0.05  # how well a median is known whose samples hardly scatter: sweeps differ by more than they say
-_HOST_DEVIATION = 0.1  # at least, of the logarithm of one plan's host time where it was measured
-_OTHER_CODE = (0.01, 0.03, 0.3, 0.3, 0.5)  # the weight of a host that ran other code: batch, group, mask, softcap, head
 _LARGEST_SPREAD = 0.3  # an entry that scatters by more counts for next to nothing already
 _SHORTEST = 1e-6  # ms
 _PRIOR_WEIGHT = 2.0  # how many residuals the expectation that the deviations above are right counts for
@@ -67,7 +65,7 @@ class Fit:
         scatter = np.array([_scatter(entry) for entry in entries])
         noise = _REPEATED**2 + np.nan_to_num(scatter) ** 2
         self._host = HostFloor(times, scatter, np.array([entry.device_ms is not None for entry in entries]))
-        self._measured_host = _MeasuredHost(entries)
+        self._measured_host = MeasuredHost(entries)
         sites = times, noise / np.maximum(1 - self._host.waited, 1e-2)
         means, variances = self._left_out(specs, times, *sites)
         for _ in range(_ROUNDS):
@@ -164,53 +162,11 @@ def _parts(spec: AttentionSpec) -> tuple[float, float, float]:
     return 1.0, elements * _ELEMENT_BYTES.get(spec.dtype, 1) * passes / 1e9, spec.flops / 1e12 / busy
 
 
-class _MeasuredHost:
-    """The host's time of one plan where it was measured: the weighted median of the specs that know it.
-
-    Which code runs hangs on the kind of batch and on whether heads are grouped, less on the rest of a spec's class.
-    """
-
-    def __init__(self, entries: Iterable[Entry]) -> None:
-        known = sorted((entry.host_ms, _code(entry.spec)) for entry in entries if entry.host_ms is not None)
-        self._times = [math.log(host_ms) for host_ms, _ in known]
-        self._codes = [code for _, code in known]
-        self._found: dict[tuple[object, ...], tuple[float, float]] = {}
-
-    def at(self, spec: AttentionSpec) -> tuple[float, float] | None:
-        """Mean and deviation of the logarithm of the host's time; None if it was never measured."""
-        if not self._times:
-            return None
-        code = _code(spec)
-        if code not in self._found:
-            self._found[code] = self._weighted(code)
-        return self._found[code]
-
-    def _weighted(self, code: tuple[object, ...]) -> tuple[float, float]:
-        import numpy as np
-
-        weights = [
-            math.prod(factor for factor, one, other in zip(_OTHER_CODE, code, each, strict=True) if one != other)
-            for each in self._codes
-        ]
-        shares = (np.cumsum(weights) - np.array(weights) / 2) / sum(weights)
-        quarter, level, three = (float(np.interp(share, shares, self._times)) for share in (0.25, 0.5, 0.75))
-        return level, math.hypot((three - quarter) / 1.35, _HOST_DEVIATION)
-
-
-def _code(spec: AttentionSpec) -> tuple[object, ...]:
-    """What decides which code of a kernel's host runs, in the order of ``_OTHER_CODE``."""
-    return _batch(spec) or "", spec.group > 1, spec.mask.kind, spec.softcap > 0, spec.head_dim
-
-
-def _batch(spec: AttentionSpec) -> str | None:
-    return None if spec.lengths is None else spec.lengths.batch
-
-
 def _place(spec: AttentionSpec) -> tuple[float, ...]:
     """The coordinates of a spec, in doublings, of its sequences as if of one length; mask and softcap are numbered
     together, and batches.
     """
-    batch = _BATCHES.index(_batch(spec))
+    batch = _BATCHES.index(None if spec.lengths is None else spec.lengths.batch)
     spec = of_one_length(spec)
     sizes = (spec.head_dim, spec.head_dim_v, spec.batch * spec.heads, spec.seqlen_q, spec.seqlen_kv, spec.group)
     return (*(math.log2(size) for size in sizes), _MASKS[spec.mask.kind] + 0.5 * (spec.softcap > 0), float(batch))

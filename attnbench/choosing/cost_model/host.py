@@ -1,10 +1,14 @@
-"""Find the measured calls that the host limited: their times say how slow the host is, not the device."""
+"""The host's part of calls: where it was measured, and which calls it limited where it was not."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from statistics import NormalDist
 from typing import TYPE_CHECKING
+
+from ...problem.spec import AttentionSpec
+from ...tables.entry import Entry
 
 if TYPE_CHECKING:
     import numpy as np
@@ -12,7 +16,7 @@ if TYPE_CHECKING:
 
     _Array = npt.NDArray[np.float64]
 
-__all__ = ["HostFloor", "longer"]
+__all__ = ["HostFloor", "MeasuredHost", "longer"]
 
 # The first three were found on 1934 rows of three sweeps of an H200 that also have the device's own time and the
 # host's.  Held-out regret changed by at most 0.3 per cent where any one of all was halved or doubled.
@@ -23,6 +27,8 @@ _STEADIEST = 0.002  # what scatters less was rounded
 _STRANGE, _ANYWHERE = 0.1, 2.0  # the share of specs at which a kernel leaves its law, and by how much
 _BELOW = 2.0  # where nothing waited for it, by how much a host's logarithm is taken to be shorter than every call
 _PRIOR_WEIGHT = 0.2  # for how many calls that counts
+_LEAST_DEVIATION = 0.1  # of the logarithm of one plan's host time where it was measured
+_OTHER_CODE = (0.01, 0.03, 0.3, 0.3, 0.5)  # the weight of a host that ran other code: batch, group, mask, softcap, head
 _LONGEST = 3.0  # ms; about what the host took in those rows for the plan with the most launches
 _SILENT = 100.0  # the variance at which a time says nothing
 
@@ -94,6 +100,46 @@ class HostFloor:
     def host(self) -> tuple[float, float]:
         """Mean and deviation of the logarithm of the host's time."""
         return self.level, _DEVIATION
+
+
+class MeasuredHost:
+    """The host's time of one plan where it was measured: the weighted median of the specs that know it.
+
+    Which code runs depends most on the kind of batch and on whether heads are grouped, less on mask, softcap and head
+    dimension.
+    """
+
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        known = sorted((entry.host_ms, _code(entry.spec)) for entry in entries if entry.host_ms is not None)
+        self._times = [math.log(host_ms) for host_ms, _ in known]
+        self._codes = [code for _, code in known]
+        self._found: dict[tuple[object, ...], tuple[float, float]] = {}
+
+    def at(self, spec: AttentionSpec) -> tuple[float, float] | None:
+        """Mean and deviation of the logarithm of the host's time; None if it was never measured."""
+        if not self._times:
+            return None
+        code = _code(spec)
+        if code not in self._found:
+            self._found[code] = self._weighted(code)
+        return self._found[code]
+
+    def _weighted(self, code: tuple[object, ...]) -> tuple[float, float]:
+        import numpy as np
+
+        weights = [
+            math.prod(factor for factor, one, other in zip(_OTHER_CODE, code, each, strict=True) if one != other)
+            for each in self._codes
+        ]
+        shares = (np.cumsum(weights) - np.array(weights) / 2) / sum(weights)
+        quarter, level, three = (float(np.interp(share, shares, self._times)) for share in (0.25, 0.5, 0.75))
+        return level, math.hypot((three - quarter) / 1.35, _LEAST_DEVIATION)
+
+
+def _code(spec: AttentionSpec) -> tuple[object, ...]:
+    """What decides which code of a kernel's host runs, in the order of ``_OTHER_CODE``."""
+    batch = "" if spec.lengths is None else spec.lengths.batch
+    return batch, spec.group > 1, spec.mask.kind, spec.softcap > 0, spec.head_dim
 
 
 def longer(host: tuple[float, float], device: tuple[float, float], share: float) -> float:

@@ -40,6 +40,7 @@ def test_where_both_parts_are_known_each_is_predicted_by_the_specs_that_run_the_
         for length in LENGTHS
         for host, at in ((50.0, spec(length)), (400.0, spec(length, kv_heads=1)))
     ]
+    assert {each.heard for each in Fit(entries).residuals.values()} == {1.0}
     model = CostModel(entries)
     assert model.predict(PLAN, spec(768)).time_ms == pytest.approx(50.0, rel=0.1)
     assert model.predict(PLAN, spec(768, kv_heads=1)).time_ms == pytest.approx(400.0, rel=0.1)

@@ -65,6 +65,17 @@ def test_the_factor_lies_between_the_ratios_of_the_rates(call, launch, source, t
         assert found == time
 
 
+@pytest.mark.parametrize(("host_ms", "device_ms"), [(9.0, 4.0), (0.1, 9.0)])
+def test_of_a_call_only_the_devices_part_is_scaled(host_ms, device_ms):
+    given = table(9.0, host_ms=host_ms, device_ms=device_ms)
+    (moved,) = scaled(given, replace(H100, power_cap_w=350)).entries.values()
+    alone = scaled(table(device_ms), replace(H100, power_cap_w=350))
+    assert moved.host_ms == host_ms
+    assert moved.device_ms > 1.01 * device_ms
+    assert moved.device_ms == pytest.approx(next(iter(alone.entries.values())).time_ms, rel=0.1)
+    assert moved.time_ms == max(host_ms, moved.device_ms)
+
+
 @given(CALLS, RATES)
 def test_equal_rates_change_nothing(call, rates):
     at, plan, time = call

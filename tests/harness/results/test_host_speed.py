@@ -1,5 +1,6 @@
 """Calls brought to one speed of the host, with the power that the visits show, where they waited for it."""
 
+from dataclasses import replace
 from statistics import median
 
 import pytest
@@ -50,6 +51,19 @@ def test_a_table_holds_the_part_of_the_host_and_that_of_the_device(device):
     assert entry.host_ms == pytest.approx(0.1 * median(SLOWS) / 0.01)
     assert entry.device_ms == pytest.approx(device)
     assert entry.time_ms == pytest.approx(max(entry.host_ms, entry.device_ms))
+
+
+def test_the_device_of_passes_that_a_late_host_made_longer_is_that_of_the_others():
+    late = visited(SLOWS, 1.0)
+    times = {**late.performance.time_ms, "prepared": [0.001, 0.001, 0.09, 0.09, 0.09]}
+    late = late.model_copy(update={"performance_": late.performance.model_copy(update={"time_ms": times})})
+    assert condense([late])[0].device_ms == pytest.approx(0.001)
+
+
+def test_a_first_look_renews_the_parts_of_a_call_with_its_time():
+    given, newer = (condense([visited(SLOWS, 1.0, device=device)])[0] for device in (0.001, 9.0))
+    renewed = replace(given, errors={"normal": 0.002}).renewed(replace(newer, status="slower", errors={}))
+    assert (renewed.time_ms, renewed.host_ms, renewed.device_ms) == (newer.time_ms, newer.host_ms, newer.device_ms)
 
 
 def test_a_row_without_the_hosts_speed_is_as_it_was():
