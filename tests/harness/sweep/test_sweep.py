@@ -115,7 +115,7 @@ def test_a_row_holds_times_errors_floors_and_conditions(rows):
     assert found.leak > 0  # one scale for a head, future tokens and all
     assert rows["forward", "wide:bf16"].correctness.leak == 0
     assert rows["training", "wide:bf16>wide:bf16"].correctness.leak is None  # no mask
-    assert "aten::bmm" in row.ran["forward"] or "aten::matmul" in row.ran["forward"]
+    assert row.ran["forward"][0] in ("aten::bmm", "aten::matmul")  # what proves the kernel, before what took longer
     assert costs.timer.startswith("perf_counter")
     assert found.truth == "exact attention in FP64 on 2 of 2 (batch, key head) groups"
     assert row.spec == FORWARD.spec

@@ -105,7 +105,7 @@ def healthy(delay: float = 0.0) -> Registry:
         [
             REFERENCE,
             backend(FakeForward("wide:bf16", change), FakeBackward("wide:bf16")),
-            backend(FakeForward("small:fp8", change)),
+            backend(FakeForward("small:fp8", change, evidence={"cpu": r"aten::(bmm|matmul)$"})),
             backend(FakeForward("picky:fp32", row=narrow)),
             backend(FakeForward("absent:fp8"), reason="the package is not installed"),
         ]
