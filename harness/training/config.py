@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal, get_args, get_type_hints
+from dataclasses import asdict
+from typing import Annotated, Any, Literal
 
-from attnbench.errors import InputError
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
+
+from attnbench.errors import InputError, MisuseError
+from attnbench.files.json_text import validation_fault
 from attnbench.kernels.registry import registry
 from attnbench.text.printable import brief
 
@@ -56,9 +60,13 @@ _OTHER_RATE = (3e-4, 500_000)
 _LEAST_WARM_UP, _MOST_WARM_UP = 40, 100
 _HF = "hf:"
 _LATER = {"context_parallel": 1, "layers": 0, "offload": False}
+_WHAT = "the settings of a training run"
+_Text = Annotated[str, Field(max_length=LONGEST_SETTING)]  # pydantic takes no text that is not UTF-8
+_Positive, _Count = Annotated[int, Field(ge=1, le=_LARGEST)], Annotated[int, Field(ge=0, le=_LARGEST)]
+_Rate = Annotated[float, Field(ge=0, le=LARGEST_ERROR, allow_inf_nan=False)]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True, extra="forbid"))
 class TrainConfig:
     """One run.  ``make`` fills in what depends on the model; here every field is set.
 
@@ -80,34 +88,35 @@ class TrainConfig:
     ``packing``        ``none``: samples are windows of the text; else they are documents, none longer than ``seqlen``,
                        with ``batch`` · ``seqlen`` tokens together: ``packed`` end to end, or ``padded`` to rows
 
-    Raises InputError on invalid fields, UnknownBackendError on an unknown attention.
+    ``make``, ``replace`` and ``from_dict`` raise InputError on invalid fields, UnknownBackendError on an unknown
+    attention.
     """
 
-    model: str
+    model: _Text
     size: str
-    seqlen: int
-    batch: int
-    steps: int
-    lr: float
-    warmup: int
+    seqlen: _Positive
+    batch: _Positive
+    steps: Annotated[int, Field(ge=1, le=MOST_STEPS)]
+    lr: _Rate
+    warmup: _Count
     optimiser: Optimiser
-    data: str
-    seed: int = 0
-    vocab: int = 0
-    layers: int = 0
+    data: _Text
+    seed: Annotated[int, Field(ge=0, le=LARGEST_SEED)] = 0
+    vocab: _Count = 0
+    layers: _Count = 0
     attention: str = SDPA
-    max_error: float | None = None
+    max_error: Annotated[float, Field(gt=0, le=LARGEST_ERROR, allow_inf_nan=False)] | None = None
     fp8: bool = False
     linears: Linears = "bf16"
     block: Block = "plain"
     policy: Policy = "autocast"
-    weight_decay: float = 0.1
-    grad_clip: float = 1.0
+    weight_decay: _Rate = 0.1
+    grad_clip: _Rate = 1.0
     checkpointing: bool = False
     offload: bool = False
     compile: bool = False
     parallel: Parallel = "none"
-    context_parallel: int = 1
+    context_parallel: _Positive = 1
     packing: Packing = "none"
 
     @classmethod
@@ -144,28 +153,22 @@ class TrainConfig:
         if warmup is None:
             least = 0 if size == "tiny" else _LEAST_WARM_UP
             warmup = min(max(steps // 10, least), _MOST_WARM_UP) if isinstance(steps, int) and not plain else 0
-        return cls(
-            model=model,
-            size=size,
-            seqlen=seqlen,
-            batch=batch,
-            steps=steps,
-            lr=lr,
-            warmup=warmup,
-            optimiser=optimiser,
-            weight_decay=(0.0 if plain else 0.1) if weight_decay is None else weight_decay,
-            grad_clip=(0.0 if plain else 1.0) if grad_clip is None else grad_clip,
-            data=data or ("images" if images else "stdlib"),
-            **others,
-        )
+        usual = {
+            "model": model,
+            "size": size,
+            "seqlen": seqlen,
+            "batch": batch,
+            "steps": steps,
+            "lr": lr,
+            "warmup": warmup,
+            "optimiser": optimiser,
+            "weight_decay": (0.0 if plain else 0.1) if weight_decay is None else weight_decay,
+            "grad_clip": (0.0 if plain else 1.0) if grad_clip is None else grad_clip,
+            "data": data or ("images" if images else "stdlib"),
+        }
+        return cls.from_dict(usual | others)
 
     def __post_init__(self) -> None:
-        self._check_numbers()
-        for name in ("linears", "policy", "optimiser", "parallel", "block", "packing"):
-            _one_of(name, getattr(self, name), get_args(get_type_hints(type(self))[name]))
-        for name in ("fp8", "checkpointing", "offload", "compile"):
-            if not isinstance(getattr(self, name), bool):
-                raise InputError(f"{name} must be True or False, not {brief(getattr(self, name))}")
         self._check_model()
         if self.block == "te" and self.model != "vit-huge":
             raise InputError("TransformerEngine's block is vit-huge's alone; linears=te-fp8 serves the other models")
@@ -202,26 +205,7 @@ class TrainConfig:
         if self.seqlen % (2 * ranks):
             raise InputError(f"{ranks} ranks share samples of a multiple of {2 * ranks} tokens, not {self.seqlen}")
 
-    def _check_numbers(self) -> None:
-        for name in ("seqlen", "batch", "context_parallel"):
-            _whole(name, getattr(self, name), 1, _LARGEST)
-        for name in ("warmup", "vocab", "layers"):
-            _whole(name, getattr(self, name), 0, _LARGEST)
-        _whole("steps", self.steps, 1, MOST_STEPS)
-        _whole("seed", self.seed, 0, LARGEST_SEED)
-        for name in ("lr", "weight_decay", "grad_clip"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= LARGEST_ERROR:
-                raise InputError(f"{name} must be a number from 0 to {LARGEST_ERROR:g}, got {brief(value)}")
-        budget = self.max_error
-        if budget is not None and (
-            isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0 < budget <= LARGEST_ERROR
-        ):
-            raise InputError(f"max_error must be a positive relative error such as 0.08, got {brief(budget)}")
-
     def _check_model(self) -> None:
-        for name in ("model", "data"):
-            _writable(name, getattr(self, name))
         if self.model.startswith(_HF):
             if len(self.model) == len(_HF):
                 raise InputError("hf: wants a folder, a config.json or a model's name behind it")
@@ -244,15 +228,21 @@ class TrainConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> TrainConfig:
-        """The config that ``to_dict`` wrote.  Raises InputError on a missing, unknown or impossible entry."""
+        """The config of these fields, such as ``to_dict`` gives.
+
+        Raises InputError on a missing, unknown or impossible one, UnknownBackendError on an unknown attention.
+        """
         if not isinstance(data, Mapping):
-            raise InputError(f"a training config is an object, not {type(data).__name__}")
-        if unknown := sorted(set(data) - {each.name for each in fields(cls)}, key=str):
-            raise InputError(f"a training config has no entry {brief(unknown[0])}")
+            raise InputError(f"{_WHAT} are an object, not {type(data).__name__}")
         try:
             return cls(**data)
-        except (TypeError, AttributeError) as error:
-            raise InputError(f"not a training config: {error}") from None
+        except TypeError as error:  # a name that is no text
+            raise InputError(f"{_WHAT}: {error}") from None
+        except ValidationError as error:
+            cause = error.errors(include_url=False)[0].get("ctx", {}).get("error")
+            if isinstance(cause, MisuseError):
+                raise cause from None
+            raise InputError(validation_fault(error, _WHAT)) from None
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, in plain JSON types; without the default of fields that older rows lack."""
@@ -261,7 +251,7 @@ class TrainConfig:
 
     def replace(self, **changes: Any) -> TrainConfig:
         """The config with some fields changed."""
-        return replace(self, **changes)
+        return self.from_dict(asdict(self) | changes)
 
     @property
     def places(self) -> int:
@@ -280,21 +270,6 @@ def _rate(size: str, batch: int, seqlen: int) -> float:
     if not all(isinstance(each, int) and each > 0 for each in (batch, seqlen)):
         return rate
     return rate * min(1.0, math.sqrt(batch * seqlen / tokens))
-
-
-def _whole(name: str, value: object, least: int, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise InputError(f"{name} must be a whole number from {least} to {most}, got {brief(value)}")
-
-
-def _writable(name: str, value: str) -> None:
-    """Raise InputError if a row, which is JSON, cannot hold the value."""
-    if len(value) > LONGEST_SETTING:
-        raise InputError(f"{name} has {len(value)} characters, and rows hold {LONGEST_SETTING}")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise InputError(f"{name} must be text in UTF-8, not {brief(value)}: rows could not hold it") from None
 
 
 def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:

@@ -71,16 +71,16 @@ def test_the_default_rate_suits_the_size_and_the_tokens_of_a_step(
         ({"model": "vit-huge", "layers": 2}, "layers are gpt's"),
         ({"offload": True}, "what torch's checkpointing keeps"),
         ({"offload": True, "checkpointing": True, "linears": "te-fp8"}, "without compile and TransformerEngine"),
-        ({"layers": -1}, "layers must be a whole number from 0"),
-        ({"batch": True}, "batch must be a whole number"),
-        ({"steps": 200_001}, "steps must be a whole number from 1 to 200000"),  # more than rows can hold
-        ({"data": "d/" * 300}, "data has 600 characters"),
-        ({"data": "b\udcffd.txt"}, "data must be text in UTF-8"),
-        ({"seed": 2**63}, "seed must be a whole number"),
-        ({"lr": float("nan")}, "lr must be a number from 0"),
-        ({"max_error": -0.1, "attention": "auto"}, "max_error must be a positive"),
-        ({"policy": "fp16"}, "policy is one of"),
-        ({"compile": 1}, "compile must be True or False"),
+        ({"layers": -1}, "layers: .* greater than or equal to 0"),
+        ({"batch": True}, "batch: .* a valid integer"),
+        ({"steps": 200_001}, "steps: .* less than or equal to 200000"),  # more than rows can hold
+        ({"data": "d/" * 300}, "data: .* at most 500 characters"),
+        ({"data": "b\udcffd.txt"}, "data: .* unicode"),
+        ({"seed": 2**63}, "seed: .* less than"),
+        ({"lr": float("nan")}, "lr: .* a finite number"),
+        ({"max_error": -0.1, "attention": "auto"}, "max_error: .* greater than 0"),
+        ({"policy": "fp16"}, "policy: .* 'bf16', 'autocast'"),
+        ({"compile": 1}, "compile: .* a valid boolean"),
         ({"block": "te", "attention": "own"}, "vit-huge's alone"),
         ({"model": "vit-huge", "block": "te"}, "goes with block=te"),
         ({"attention": "own"}, "goes with block=te"),
@@ -89,9 +89,9 @@ def test_the_default_rate_suits_the_size_and_the_tokens_of_a_step(
         ({"max_error": 0.1}, "leaves it none"),
         ({"packing": "packed", "attention": "sdpa"}, "SDPA does not know where packed documents begin"),
         ({"model": "vit-huge", "packing": "padded"}, "vit-huge learns images"),
-        ({"packing": "tight"}, "packing is one of none, packed, padded"),
+        ({"packing": "tight"}, "packing: .* 'none', 'packed' or 'padded'"),
         ({"policy": "fsdp-mixed"}, "parallel=fsdp2"),
-        (SHARED | {"context_parallel": 0}, "context_parallel must be a whole number from 1"),
+        (SHARED | {"context_parallel": 0}, "context_parallel: .* greater than or equal to 1"),
         (SHARED | {"model": "hf:folder"}, "shares the samples of gpt"),
         (SHARED | {"parallel": "none"}, "say ddp or fsdp2"),
         (SHARED | {"seqlen": 130}, "a multiple of 4 tokens, not 130"),
@@ -102,7 +102,9 @@ def test_what_is_no_run_is_said(wrong: dict[str, object], said: str) -> None:
         TrainConfig.make(**wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("data", [[], {"model": "gpt"}, {**TrainConfig.make().to_dict(), "colour": "red"}])
+@pytest.mark.parametrize(
+    "data", [[], {"model": "gpt"}, *(TrainConfig.make().to_dict() | {name: "red"} for name in ("colour", 7))]
+)
 def test_what_no_config_wrote_is_said(data: object) -> None:
     with pytest.raises(InputError):
         TrainConfig.from_dict(data)  # type: ignore[arg-type]
