@@ -60,7 +60,7 @@ def scaled(table: Table, here: Environment) -> Table | None:
     def moved(entry: Entry) -> Entry:
         if entry.time_ms is None:
             return entry
-        device = entry.time_ms if entry.device_ms is None else entry.device_ms
+        device = entry.device_ms or entry.time_ms
         device = scaled_ms(entry.plan, entry.spec, device, launches[_series(entry)], source, target)
         device = min(max(device, SHORTEST_MS), LONGEST_MS)
         time = max(device, entry.host_ms or 0.0)
@@ -80,7 +80,7 @@ def scaled(table: Table, here: Environment) -> Table | None:
 
 
 def scaled_ms(plan: Plan, spec: AttentionSpec, time_ms: float, launch_ms: float, source: Rates, target: Rates) -> float:
-    """A measured time of ``source`` on ``target``, of which ``launch_ms`` are the host's and stay.
+    """A measured time of ``source`` on ``target``, of which ``launch_ms`` stay.
 
     The rest is split: what its operations take at the source's peak scales with that rate, what its bytes take at the
     peak bandwidth with the bandwidth, and all else with multiprocessors times clock.  The factor is a mean of the
@@ -121,14 +121,16 @@ def _ratio(source: Rates, target: Rates, precision: str) -> float:
 
 
 def _launches(table: Table, source: Rates) -> dict[tuple[object, ...], float]:
-    """For each plan what launching takes, in ms: its shortest call, less what the work of that call would take if it
-    came as near to the peaks as the plan ever does.
+    """For each plan what its device needs to begin, in ms: the shortest time, less what the work of that call would
+    take if it came as near to the peaks as the plan ever does.
     """
     calls: dict[tuple[object, ...], list[tuple[float, float]]] = defaultdict(list)
     for entry in table.entries.values():
         if entry.time_ms is not None:
             work = sum(time for time, _ in _operations(entry.plan, entry.spec, source))
-            calls[_series(entry)].append((entry.time_ms, work + _memory(entry.plan, entry.spec, source)))
+            calls[_series(entry)].append(
+                (entry.device_ms or entry.time_ms, work + _memory(entry.plan, entry.spec, source))
+            )
     launches = {}
     for series, each in calls.items():
         shortest, work = min(each)

@@ -18,6 +18,7 @@ __all__ = ["CostModel", "Prediction"]
 _SHORTEST, _LONGEST = 1e-6, 1e9  # ms; no real time lies outside these bounds
 _MOST_ENTRIES = 256  # a fit takes the nearest of more: its cost grows with the cube
 _MOST_FITS = 256  # of up to half a MiB each
+_fitting = threading.Lock()  # the threads of BLAS are the process's: two at once could leave it with one for good
 
 
 @dataclass(frozen=True)
@@ -103,12 +104,22 @@ class CostModel:
         key = series(plan, spec) if doublings is None else (*series(plan, spec), class_of(spec), doublings)
         fit = self._fits.get(key)
         if fit is None:
-            fit = Fit(entries if doublings is None else _nearest(entries, class_of(spec), doublings))
+            fit = _fitted_alone(entries if doublings is None else _nearest(entries, class_of(spec), doublings))
             with self._lock:
                 if len(self._fits) >= _MOST_FITS:
                     del self._fits[next(iter(self._fits))]
                 self._fits[key] = fit
         return fit
+
+
+def _fitted_alone(entries: list[Entry]) -> Fit:
+    """The fit, by one thread of BLAS: more are no faster for so small matrices, and where each of several processes of
+    a host has one for every core, all wait for one another (four on two cores: 14 s for 4).
+    """
+    from threadpoolctl import threadpool_limits  # imported here: attention() does not need it
+
+    with _fitting, threadpool_limits(1, "blas"):
+        return Fit(entries)
 
 
 def _doublings(spec: AttentionSpec) -> tuple[int, ...]:

@@ -2,10 +2,14 @@
 
 import math
 import random
+from concurrent.futures import ThreadPoolExecutor
+from threading import Thread
+from time import sleep
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from attnbench import AttentionSpec, Mask, Plan
 from attnbench.choosing.cost_model import predict as cost_model
@@ -153,3 +157,35 @@ def test_fits_that_are_kept_have_an_end(monkeypatch):
     found = {plan: model.predict(plan, spec(2048)) for plan in plans}
     assert len(model._fits) == 2
     assert {plan: model.predict(plan, spec(2048)) for plan in plans} == found
+
+
+def test_a_fit_takes_one_thread_of_blas_and_gives_the_others_back(monkeypatch):
+    """Whatever other threads fit meanwhile, and where a fit fails."""
+
+    def threads() -> set[int]:
+        return {each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas"}
+
+    def allow(count: int) -> None:
+        """In a thread that ends: one that lives would keep others from setting a limit."""
+        changer = Thread(target=threadpool_limits, args=(count, "blas"))
+        changer.start()
+        changer.join()
+
+    def failed(entries):
+        seen.append(threads())
+        sleep(0.02)
+        raise MemoryError
+
+    def fit(plan: Plan) -> None:
+        with pytest.raises(MemoryError):
+            CostModel([entry(spec(), law(spec()), plan)]).predict(plan, spec(2048))
+
+    seen: list[set[int]] = []
+    monkeypatch.setattr(cost_model, "Fit", failed)
+    before = max(threads())
+    allow(2)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(fit, [Plan(f"{name}:bf16") for name in "abcd"]))
+    assert seen == [{1}] * 4
+    assert threads() == {2}
+    allow(before)
