@@ -77,7 +77,11 @@ def _fresh(table: Table, folder: Path) -> str:
 
 def _regret(summary: FreshSummary) -> str:
     asked = "FP8" if summary.asked.fp8 else "16 bits"
-    return f"{asked} {summary.geometric_mean:.1%}, worst {summary.worst:.0%}"
+    beyond = f", {summary.violations} beyond its budget" if summary.violations else ""
+    return (
+        f"{asked} {summary.choices}: {100 * summary.geometric_mean:.1f} %, {100 * summary.percentile_90:.1f} %, "
+        f"{100 * summary.worst:.0f} %{beyond}"
+    )
 
 
 def _confirmed(table: Table, folder: Path) -> str:
