@@ -92,7 +92,7 @@ def fresh_scores(
 
     A spec at which no plan served within the budget has no score.
     """
-    device = _device(truth.environment)
+    device, truth = _device(truth.environment), truth.on_host(tables.launch_ms)
     for spec in sorted({spec for spec, _ in truth.entries}, key=str):
         here = served(truth, spec, known)
         forgetting = without(tables, spec)

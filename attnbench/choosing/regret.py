@@ -6,7 +6,7 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..kernels.plan import Plan
@@ -120,7 +120,7 @@ def _specs(table: Table) -> list[AttentionSpec]:
 def _scored(
     table: Table, choosing: set[AttentionSpec], known: Registry, questions: Sequence[Asked], steady: float
 ) -> Iterator[Score]:
-    seen = Table(table.environment, {key: entry for key, entry in table.entries.items() if key[0] in choosing})
+    seen = replace(table, entries={key: entry for key, entry in table.entries.items() if key[0] in choosing})
     classes = {class_of(spec) for spec in _specs(seen)}
     for spec in _specs(table):
         if spec in choosing or class_of(spec) not in classes:

@@ -146,11 +146,10 @@ def _measure(
     from rich.console import Console
 
     from ..harness.report.text import report
-    from ..harness.results.condense import condense
+    from ..harness.results.condense import table_of
     from ..harness.results.store import TABLE
     from ..harness.sweep.progress import show_progress
     from ..harness.sweep.run import run_sweep
-    from ..tables.table import Table
     from ..tables.user_table import check_user_table, update_user_table
 
     environment = setups[0].environment
@@ -169,7 +168,7 @@ def _measure(
             file=sys.stderr,
         )
         raise
-    table = Table.from_entries(environment, condense(store.rows))
+    table = table_of(environment, store.rows)
     measured = sum(row.measured for row in rows)
     fault = None
     try:

@@ -11,14 +11,15 @@ from typing import Literal, get_args
 from ..kernels.plan import Plan
 from ..problem.spec import AttentionSpec
 
-__all__ = ["LONGEST_MS", "SHORTEST_MS", "STATUSES", "Entry", "Status"]
+__all__ = ["HOST_DIGITS", "LONGEST_MS", "SHORTEST_MS", "STATUSES", "Entry", "Status", "nearest"]
 
 Status = Literal["ok", "inaccurate", "slower", "refused", "unavailable", "oom", "timeout", "crashed", "error"]
 STATUSES: tuple[Status, ...] = get_args(Status)
 # Of any time: a nanosecond, which no clock here resolves, and eleven days.
 SHORTEST_MS, LONGEST_MS = 1e-6, 1e9
 _ASKED_LIVE = ("refused", "unavailable")  # each choice asks the kernel again
-_TIME_DIGITS, _SPREAD_DIGITS, _HOST_DIGITS, _ERROR_DIGITS = 4, 2, 3, 3
+_TIME_DIGITS, _SPREAD_DIGITS, _ERROR_DIGITS = 4, 2, 3
+HOST_DIGITS = 3  # of the host's and the device's part of a call
 _LONGEST_REASON = 200
 # The least worst error that a kernel in 8 bits had on an H200 is 0.0027, by the rounding of its 16-bit output alone.
 _LEAST_FP8_ERROR = 1e-4
@@ -87,13 +88,30 @@ class Entry:
         """
         return replace(
             self,
-            time_ms=_nearest(self.time_ms, _TIME_DIGITS),
-            spread_ms=_nearest(self.spread_ms, _SPREAD_DIGITS),
-            host_ms=_nearest(self.host_ms, _HOST_DIGITS),
-            device_ms=_nearest(self.device_ms, _HOST_DIGITS),
+            time_ms=nearest(self.time_ms, _TIME_DIGITS),
+            spread_ms=nearest(self.spread_ms, _SPREAD_DIGITS),
+            host_ms=nearest(self.host_ms, HOST_DIGITS),
+            device_ms=nearest(self.device_ms, HOST_DIGITS),
             errors={family: _above(error, _ERROR_DIGITS) for family, error in self.errors.items()},
             reason=None if self.reason is None else " ".join(self.reason.split())[:_LONGEST_REASON],
         )
+
+    def timed(self, time_ms: float, host_ms: float | None, device_ms: float | None) -> Entry:
+        """The same with other times, within those of a table, and the spread in proportion."""
+        times = (None if each is None else min(max(each, SHORTEST_MS), LONGEST_MS) for each in (host_ms, device_ms))
+        time_ms = min(max(time_ms, SHORTEST_MS), LONGEST_MS)
+        spread = self.spread_ms
+        if spread is not None and self.time_ms:
+            spread = min(spread * time_ms / self.time_ms, LONGEST_MS)
+        host, device = times
+        return replace(self, time_ms=time_ms, spread_ms=spread, host_ms=host, device_ms=device)
+
+    def on_host(self, slower: float) -> Entry:
+        """The same on a host that takes ``slower`` times as long; as it is where host and device are not told apart."""
+        if self.time_ms is None or self.host_ms is None or self.device_ms is None:
+            return self
+        host = self.host_ms * slower
+        return self.timed(max(host, self.device_ms), host, self.device_ms)
 
     def renewed(self, newer: Entry) -> Entry:
         """The newer entry with this one's errors on input families that it lacks.
@@ -106,7 +124,8 @@ class Entry:
         return newer if newer.time_ms is None else replace(newer, errors={**self.errors, **newer.errors})
 
 
-def _nearest(value: float | None, digits: int) -> float | None:
+def nearest(value: float | None, digits: int) -> float | None:
+    """The nearest number of so many digits; None stays None."""
     return None if value is None else float(f"{value:.{digits}g}")
 
 

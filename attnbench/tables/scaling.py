@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ..kernels.plan import Plan, precision_of
 from ..problem.spec import AttentionSpec
-from .entry import LONGEST_MS, SHORTEST_MS, Entry
+from .entry import Entry
 from .environment import Environment
 from .gpu_models import GPU_MODELS, GpuModel
 from .table import Table
@@ -62,11 +62,8 @@ def scaled(table: Table, here: Environment) -> Table | None:
             return entry
         device = entry.device_ms or entry.time_ms
         device = scaled_ms(entry.plan, entry.spec, device, launches[_series(entry)], source, target)
-        device = min(max(device, SHORTEST_MS), LONGEST_MS)
-        time = max(device, entry.host_ms or 0.0)
-        spread = None if entry.spread_ms is None else min(entry.spread_ms * time / entry.time_ms, LONGEST_MS)
         known = None if entry.device_ms is None else device
-        return replace(entry, time_ms=time, spread_ms=spread, device_ms=known)
+        return entry.timed(max(device, entry.host_ms or 0.0), entry.host_ms, known)
 
     facts = ("device_name", "device_count", "driver", "uuid_hash", "clock_mhz", "power_cap_w", "memory_bytes")
     ratios = [_ratio(source, target, precision) for precision in ("bf16", "fp8", "fp32")]
@@ -74,6 +71,7 @@ def scaled(table: Table, here: Environment) -> Table | None:
     return Table(
         replace(there, **{name: getattr(here, name) for name in facts}),
         {key: moved(entry) for key, entry in table.entries.items()},
+        launch_ms=table.launch_ms,
         scaled_from=there.device_name,
         time_error=math.hypot(_EQUAL, _PER_RATIO * max(abs(math.log(ratio)) for ratio in ratios)),
     )

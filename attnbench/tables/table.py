@@ -11,7 +11,7 @@ from pathlib import Path
 from ..kernels.plan import Plan, backend_of
 from ..problem.spec import AttentionSpec
 from ..text.digits import three_digits
-from .entry import Entry
+from .entry import HOST_DIGITS, Entry, nearest
 from .environment import Environment
 from .files import read_text, replace_text
 from .text import parsed, written
@@ -23,19 +23,22 @@ __all__ = ["Entry", "Table"]
 class Table:
     """Entries by (spec, plan), and the environment in which they were measured.
 
+    ``launch_ms`` is what the host needs to start a small kernel, the speed that ``host_ms`` of the entries is for; None
+    if it was not measured.
     ``scaled_from`` names the GPU whose times were scaled to the environment's (``scaling``), None if it was measured;
     ``time_error`` is then the standard error that this adds to the logarithm of a time.
     """
 
     environment: Environment
     entries: dict[tuple[AttentionSpec, Plan], Entry]
+    launch_ms: float | None = None
     scaled_from: str | None = None
     time_error: float = 0.0
 
     @classmethod
-    def from_entries(cls, environment: Environment, entries: Iterable[Entry]) -> Table:
+    def from_entries(cls, environment: Environment, entries: Iterable[Entry], launch_ms: float | None = None) -> Table:
         """A table of the entries; of two for the same spec and plan, the later counts."""
-        return cls(environment, {(entry.spec, entry.plan): entry for entry in entries})
+        return cls(environment, {(entry.spec, entry.plan): entry for entry in entries}, launch_ms)
 
     @classmethod
     def load(cls, path: str | Path) -> Table:
@@ -44,20 +47,36 @@ class Table:
 
     def save(self, path: str | Path) -> None:
         """Write the table, one plan a line in a fixed order, in one step.  Raises OutputError."""
-        replace_text(Path(path), written(self.environment, self.entries.values()))
+        replace_text(Path(path), self.file_text())
+
+    def file_text(self) -> str:
+        """What ``save`` writes."""
+        return written(self.environment, self.entries.values(), self.launch_ms)
 
     def condensed(self) -> Table:
         """The entries needed to choose, with few digits: see ``Entry.kept`` and ``Entry.shortened``."""
-        return Table.from_entries(
-            self.environment, [entry.shortened() for entry in self.entries.values() if entry.kept]
-        )
+        kept = [entry.shortened() for entry in self.entries.values() if entry.kept]
+        return Table.from_entries(self.environment, kept, nearest(self.launch_ms, HOST_DIGITS))
+
+    def on_host(self, launch_ms: float | None) -> Table:
+        """The table as on a host that needs ``launch_ms`` to start a small kernel; itself where either is not known.
+
+        Only the hosts' parts of calls change, all in the same proportion.
+        """
+        if launch_ms is None or self.launch_ms is None or launch_ms == self.launch_ms:
+            return self
+        slower = launch_ms / self.launch_ms
+        entries = {key: entry.on_host(slower) for key, entry in self.entries.items()}
+        return replace(self, entries=entries, launch_ms=launch_ms)
 
     def merged(self, newer: Table) -> Table:
         """Both tables' entries, the newer one's counting (``Entry.renewed``), and its environment with missing versions
-        added.
+        added.  Hosts are as fast as in the larger of those tables that know it: a few rows say little of that.
         """
-        entries = dict(self.entries)
-        for key, entry in newer.entries.items():
+        launches = [(len(each.entries), each.launch_ms) for each in (self, newer) if each.launch_ms is not None]
+        launch_ms = max(launches)[1] if launches else None
+        entries = dict(self.on_host(launch_ms).entries)
+        for key, entry in newer.on_host(launch_ms).entries.items():
             entries[key] = entries[key].renewed(entry) if key in entries else entry
         older, later = self.environment, newer.environment
         used = {backend_of(kernel) for _, plan in self.entries for kernel in plan.kernels} - later.backends.keys()
@@ -66,7 +85,7 @@ class Table:
             backends={**_of(used, older.backends), **later.backends},
             origins={**_of(used, older.origins), **later.origins},
         )
-        return Table(environment, entries)
+        return Table(environment, entries, launch_ms)
 
     @property
     def origin(self) -> str:

@@ -24,6 +24,7 @@ __all__ = ["SCHEMA", "parsed", "written"]
 
 SCHEMA = "attnbench.table/2"
 _LEAST_ERROR = 1e-100  # below it, and above 0, ratios and logarithms leave the range of floats
+_SHORTEST_LAUNCH_MS, _LONGEST_LAUNCH_MS = 1e-4, 10.0
 _STRICT = ConfigDict(strict=True, extra="forbid")
 
 _Name = Annotated[str, StringConstraints(max_length=200, pattern=r"^[^\pC\p{Zl}\p{Zp}]*$")]
@@ -58,31 +59,32 @@ class _Content(BaseModel):
 
     schema_: str = Field(alias="schema")
     environment: Environment
+    launch_ms: Annotated[float, Field(ge=_SHORTEST_LAUNCH_MS, le=_LONGEST_LAUNCH_MS)] | None = None
     specs: list[_Plans]
 
 
 _CONTENT = TypeAdapter(_Content)
 
 
-def written(environment: Environment, entries: Iterable[Entry]) -> str:
+def written(environment: Environment, entries: Iterable[Entry], launch_ms: float | None) -> str:
     """The text of a table; the same for the same entries in any order."""
     facts = {name: value for name, value in environment.to_dict().items() if value is not None}
     facts |= {name: dict(sorted(facts[name].items())) for name in ("backends", "origins")}
-    head = json.dumps({"schema": SCHEMA, "environment": facts}, indent=1)
+    known = {} if launch_ms is None else {"launch_ms": launch_ms}
+    head = json.dumps({"schema": SCHEMA, "environment": facts, **known}, indent=1)
     ordered = sorted(entries, key=lambda entry: (spec_order(entry.spec), str(entry.plan)))
     specs = [_block(spec, plans) for spec, plans in groupby(ordered, key=lambda entry: entry.spec)]
     return head[:-2] + ',\n "specs": [\n' + ",\n".join(specs) + "\n]}\n"
 
 
-def parsed(path: Path, text: str) -> tuple[Environment, list[Entry]]:
+def parsed(path: Path, text: str) -> tuple[Environment, list[Entry], float | None]:
     """What ``written`` wrote; ``path`` is named in errors.  Raises MalformedFileError on anything else."""
     content = read_json(path, text, SCHEMA, _CONTENT)
     if len({each.spec for each in content.specs}) < len(content.specs):
         ((twice, _),) = Counter(each.spec for each in content.specs).most_common(1)
         raise MalformedFileError(path, f"expected each spec once, and {twice} occurs twice")
-    return content.environment, [
-        Entry(each.spec, plan, **vars(facts)) for each in content.specs for plan, facts in each.plans.items()
-    ]
+    entries = [Entry(each.spec, plan, **vars(facts)) for each in content.specs for plan, facts in each.plans.items()]
+    return content.environment, entries, content.launch_ms
 
 
 def _block(spec: AttentionSpec, entries: Iterable[Entry]) -> str:

@@ -45,6 +45,11 @@ class Known:
     note: str | None = None
     dropped: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def launch_ms(self) -> float | None:
+        """The speed of the host that all are given for: what the first that knows it needs to start a small kernel."""
+        return next((table.launch_ms for table in self.tables if table.launch_ms is not None), None)
+
     @classmethod
     def of(cls, table: Table) -> Known:
         """One table, used as it is."""
@@ -169,7 +174,9 @@ class _Kept:
 
     def known(self) -> Known:
         more = [f"and {len(self._notes) - _MOST_NOTES} more notes"] if len(self._notes) > _MOST_NOTES else []
-        return Known(tuple(self._tables), "; ".join([*self._notes[:_MOST_NOTES], *more]) or None, self._dropped)
+        launch_ms = Known(tuple(self._tables)).launch_ms
+        tables = tuple(table.on_host(launch_ms) for table in self._tables)
+        return Known(tables, "; ".join([*self._notes[:_MOST_NOTES], *more]) or None, self._dropped)
 
 
 def _loaded(whose: str, path: Path) -> Table | None:

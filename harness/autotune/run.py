@@ -28,12 +28,11 @@ from attnbench.problem.spec import AttentionSpec
 from attnbench.state import forget
 from attnbench.tables.environment import Environment
 from attnbench.tables.files import check_writable
-from attnbench.tables.table import Table
 from attnbench.tables.user_table import known_tables, update_user_table, user_table_path
 
 from ..measure.setup import INSTALLED, DeviceSetup
 from ..measure.timing import Timer
-from ..results.condense import condense
+from ..results.condense import table_of
 from ..results.records import Measurement
 from ..sweep.progress import show_progress
 from ..sweep.run import Event, Finished
@@ -263,7 +262,7 @@ class Autotune:
             self.skipped[asked.spec] = "; ".join([cut_off] * (len(rows) < len(plans)) + said)
             return
         lost |= {str(plan): f"not reached in {self.seconds:g} s" for plan in plans if plan not in rows}
-        path = update_user_table(Table.from_entries(setup.environment, condense(known)))
+        path = update_user_table(table_of(setup.environment, known))
         self._outdated = True
         if path not in self.tables:
             self.tables.append(path)

@@ -20,7 +20,7 @@ from attnbench.tables.table import Entry, Table
 from .host_speed import HostSpeed
 from .records import Measurement
 
-__all__ = ["condense", "join_sweeps", "worst_errors"]
+__all__ = ["condense", "join_sweeps", "table_of", "worst_errors"]
 
 # How many rows with a known host speed a plan needs for its others to be left out.  On fresh shapes of an H200 choices
 # then cost 1.6 % (21 % at worst), and 2.4 % (46 %) with all rows; with 3 rows it is the same, with 10 it is 1.7 %.
@@ -44,6 +44,13 @@ def condense(rows: Iterable[Measurement], speed: HostSpeed | None = None) -> lis
         if before is not new:
             entries[row.spec, row.plan] = _worse(before, new)
     return list(entries.values())
+
+
+def table_of(environment: Environment, rows: Iterable[Measurement]) -> Table:
+    """The table of one sweep, as it was."""
+    rows = list(rows)
+    speed = HostSpeed(rows)
+    return Table.from_entries(environment, condense(rows, speed), speed.usual_ms)
 
 
 def join_sweeps(sweeps: Mapping[str, Sequence[Measurement]]) -> Table:
@@ -86,7 +93,7 @@ def join_sweeps(sweeps: Mapping[str, Sequence[Measurement]]) -> Table:
         backends={name: version for each in (*places, newest) for name, version in each.backends.items()},
         origins={name: origin for each in (*places, newest) for name, origin in each.origins.items()},
     )
-    return Table(environment, entries)
+    return Table(environment, entries, speed.usual_ms)
 
 
 def _watched(row: Measurement) -> bool:

@@ -20,7 +20,7 @@ from attnbench.kernels.plan import Plan
 from attnbench.tables.environment import Environment
 from attnbench.tables.table import Table
 
-from .condense import condense
+from .condense import table_of
 from .records import Measurement, read_measurements
 from .shards import Shard
 from .store import LOCK, MEASUREMENTS, TABLE, Store, measurements_file
@@ -278,7 +278,7 @@ def _write(target: Path, rows: Sequence[Measurement], environment: Environment, 
             for row in rows:
                 store.append(row)
         if whole:
-            Table.from_entries(environment, condense(rows)).save(scratch / TABLE)
+            table_of(environment, rows).save(scratch / TABLE)
         scratch.rename(target)
     except BaseException as error:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -62,7 +62,8 @@ _HF = "hf:"
 _LATER = {"context_parallel": 1, "layers": 0, "offload": False}
 _WHAT = "the settings of a training run"
 _Text = Annotated[str, Field(max_length=LONGEST_SETTING)]  # pydantic takes no text that is not UTF-8
-_Positive, _Count = Annotated[int, Field(ge=1, le=_LARGEST)], Annotated[int, Field(ge=0, le=_LARGEST)]
+_Positive = Annotated[int, Field(ge=1, le=_LARGEST)]
+_Count = Annotated[int, Field(ge=0, le=_LARGEST)]
 _Rate = Annotated[float, Field(ge=0, le=LARGEST_ERROR, allow_inf_nan=False)]
 
 

@@ -104,11 +104,10 @@ def _read_table(path: Path, faults: list[str]) -> Table | None:
     """The table, or None with a fault.  A text that ``Table.save`` would not write is a fault too."""
     from ...tables.files import read_text
     from ...tables.table import Table
-    from ...tables.text import written
 
     try:
         table = Table.load(path)
-        if written(table.environment, table.condensed().entries.values()) != read_text(path):
+        if table.condensed().file_text() != read_text(path):
             faults.append(f"{path} is not as `attnbench submit` writes it; build it from its results again")
     except MalformedFileError as error:
         faults.append(str(error))

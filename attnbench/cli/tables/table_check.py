@@ -179,7 +179,7 @@ def _measured(
     from ...harness.cases.models import drawn_cases
     from ...harness.measure.setup import DeviceSetup
     from ...harness.measure.timing import Timer
-    from ...harness.results.condense import condense
+    from ...harness.results.condense import table_of
     from ...harness.results.store import TABLE, Store
     from ...harness.sweep.contending import contending
     from ...harness.sweep.progress import show_progress
@@ -187,7 +187,6 @@ def _measured(
     from ...kernels.devices import describe, find
     from ...kernels.registry import registry
     from ...tables.environment import Environment
-    from ...tables.table import Table
 
     place, known = find(device), registry()
     names = [name.strip() for name in (backends or "").split(",") if name.strip()]
@@ -201,7 +200,7 @@ def _measured(
         except KeyboardInterrupt:
             print(f"stopped; continue with --resume --out {shlex.quote(str(store.folder))}", file=sys.stderr)
             raise
-        table = Table.from_entries(setup.environment, condense(store.rows))
+        table = table_of(setup.environment, store.rows)
         table.save(store.folder / TABLE)
         print(f"the measurements are in {store.folder}", file=sys.stderr)
     return table

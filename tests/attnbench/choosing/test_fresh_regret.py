@@ -47,6 +47,22 @@ def scores(of=None, tables=None):
     return list(fresh_scores(of or truth(), Known.of(tables or lawful()), KNOWN))
 
 
+def test_choices_are_scored_as_on_the_host_of_the_tables():
+    """What a slow host made equally long is as fast as its device on one that is twice as fast."""
+    slow, fast = (name for name, (_, _, error) in LAWS.items() if error < 0.01)
+    parts = {slow: (0.9, 0.8), fast: (1.0, 0.2)}
+    entries = [
+        Entry(at, Plan.parse(name), "ok", max(part), 0.0, {"outlier": 0.002}, host_ms=part[0], device_ms=part[1])
+        for at in FRESH
+        for name, part in parts.items()
+    ]
+    measured = Table.from_entries(an_environment(), entries, 0.02)
+    best = {
+        launch: {each.best for each in scores(measured, replace(lawful(), launch_ms=launch))} for launch in (0.02, 0.01)
+    }
+    assert best == {0.02: {Plan.parse(slow)}, 0.01: {Plan.parse(fast)}}
+
+
 def test_what_may_win_is_kept_with_the_choices_and_what_is_surely_slower_is_not():
     slow, near, far = (Plan.parse(name) for name in ("slow:bf16", "near:bf16", "far:bf16"))
     known = fake_registry(

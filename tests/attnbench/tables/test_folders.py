@@ -105,6 +105,19 @@ def test_another_gpu_s_is_scaled_where_it_can_be_and_ignored_where_not(folder):
     assert known_tables(GPU).note is None
 
 
+def test_all_tables_are_read_as_on_the_host_of_the_first_that_knows_its_speed(folder, shipped):
+    def save(path, launch_ms, **more):
+        entries = [replace(each, host_ms=9.0, device_ms=1.0) for each in table(9.0, **more).entries.values()]
+        Table.from_entries(more.get("environment", H100), entries, launch_ms).save(path)
+
+    save(folder / "a.json", None, spec=SPEC.replace(batch=2))
+    save(folder / "b.json", 0.01)
+    save(shipped / "nvidia-h200.json", 0.03, environment=H200)
+    tables = known_tables(GPU).tables
+    assert [each.launch_ms for each in tables] == [None, 0.01, 0.01]
+    assert [entry.time_ms for each in tables for entry in each.entries.values()] == [9.0, 9.0, pytest.approx(3.0)]
+
+
 def test_what_is_of_this_gpu_comes_before_what_is_scaled(folder, shipped):
     table(1.0, 1.0, environment=H200).save(folder / "a.json")
     table(2.0).save(folder / "b.json")

@@ -27,6 +27,8 @@ entries = st.builds(
     status=st.sampled_from(["ok", "inaccurate", "crashed", "refused"]),
     time_ms=st.none() | st.floats(1e-6, 1e9),
     spread_ms=st.none() | st.floats(0, 1e6),
+    host_ms=st.none() | st.floats(1e-6, 1e9),
+    device_ms=st.none() | st.floats(1e-6, 1e9),
     errors=st.dictionaries(families, st.just(0.0) | st.floats(1e-100, allow_nan=False), max_size=3),
     reason=st.none() | families,
     check=st.none() | st.sampled_from(["error", "stale"]),
@@ -39,10 +41,10 @@ def one(plan: str = "a:bf16", time: float = 1.0, **more) -> Entry:
     )
 
 
-@given(st.lists(entries, max_size=6))
-def test_a_table_reads_back_as_it_was_written(tmp_path_factory, found):
+@given(st.lists(entries, max_size=6), st.none() | st.floats(1e-4, 10))
+def test_a_table_reads_back_as_it_was_written(tmp_path_factory, found, launch_ms):
     path = tmp_path_factory.mktemp("table") / "deep" / "table.json"
-    table = Table.from_entries(an_environment(), found)
+    table = Table.from_entries(an_environment(), found, launch_ms)
     table.save(path)
     assert Table.load(path) == table
     assert [each.name for each in path.parent.iterdir()] == ["table.json"]
@@ -113,6 +115,47 @@ def test_merging_takes_the_newer_entry_and_keeps_what_only_the_older_saw():
     assert merged.at(SPEC.replace(batch=3)) == {}
 
 
+def test_on_a_slower_host_only_the_host_s_part_of_calls_is_longer():
+    host, device = (
+        one(time=2.0, spread_ms=0.2, host_ms=2.0, device_ms=1.0),
+        one("b:fp8", 4.0, host_ms=3.0, device_ms=4.0),
+    )
+    table = Table.from_entries(an_environment(), [host, device, one("c:bf16", 5.0)], 0.01)
+    found = table.on_host(0.015)
+    assert found.launch_ms == 0.015
+    assert found.at(SPEC) == {
+        Plan("a:bf16"): replace(host, time_ms=3.0, host_ms=3.0, spread_ms=pytest.approx(0.3)),
+        Plan("b:fp8"): replace(device, time_ms=4.5, host_ms=4.5),
+        Plan("c:bf16"): one("c:bf16", 5.0),
+    }
+    assert found.on_host(0.001).at(SPEC)[Plan("a:bf16")].time_ms == 1.0  # the device's
+    assert found.on_host(None) is found
+    unknown = replace(table, launch_ms=None)
+    assert unknown.on_host(0.01) is unknown
+
+
+@given(entries, st.floats(1e-5, 1e5))
+def test_an_entry_on_any_host_can_be_written(found, slower):
+    moved = found.on_host(slower)
+    for times in (moved.time_ms, moved.host_ms, moved.device_ms):
+        assert times is None or 1e-6 <= times <= 1e9
+    assert moved.device_ms == found.device_ms
+
+
+@pytest.mark.parametrize("launches", [(0.01, 0.02), (0.02, 0.01), (0.01, None), (None, 0.01)])
+def test_tables_are_merged_on_the_host_of_the_larger_that_knows_it(launches):
+    known = {"host_ms": 2.0, "device_ms": 1.0}
+    older, newer = (
+        Table.from_entries(an_environment(), [one(plan, 2.0, **(known if launch else {})) for plan in plans], launch)
+        for plans, launch in zip((["a:bf16", "b:bf16", "c:bf16"], ["c:bf16", "d:bf16"]), launches, strict=True)
+    )
+    merged = older.merged(newer)
+    assert merged.launch_ms == (launches[0] or launches[1])
+    times = {str(plan): entry.time_ms for plan, entry in merged.at(SPEC).items()}
+    moved = max(1.0, 2.0 * launches[0] / launches[1]) if None not in launches else 2.0
+    assert times == {"a:bf16": 2.0, "b:bf16": 2.0, "c:bf16": moved, "d:bf16": moved}
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
@@ -167,6 +210,8 @@ def where(**change) -> dict:
         ({**good(), "schema": "attnbench.table/1"}, "attnbench.table/2"),
         (where(device_type=3), "environment.device_type: .*string"),
         (where(backends={"\x1b[2J": 3}), r"environment.backends. \[2J: .*string"),
+        ({**good(), "launch_ms": 0}, "launch_ms: .*greater"),
+        ({**good(), "launch_ms": 1e3}, "launch_ms: .*less"),
         (where(threads=10**17), "environment.threads: .*less than"),
         ({**good(), "specs": [3]}, r"specs\.0: .*object"),
         ({**good(), "specs": [{}]}, r"specs\.0\.spec: Field required"),

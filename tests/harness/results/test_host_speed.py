@@ -6,7 +6,7 @@ from statistics import median
 import pytest
 from compared import row
 
-from attnbench.harness.results.condense import condense, join_sweeps
+from attnbench.harness.results.condense import condense, join_sweeps, table_of
 from attnbench.harness.results.host_speed import HostSpeed
 
 
@@ -64,6 +64,13 @@ def test_a_first_look_renews_the_parts_of_a_call_with_its_time():
     given, newer = (condense([visited(SLOWS, 1.0, device=device)])[0] for device in (0.001, 9.0))
     renewed = replace(given, errors={"normal": 0.002}).renewed(replace(newer, status="slower", errors={}))
     assert (renewed.time_ms, renewed.host_ms, renewed.device_ms) == (newer.time_ms, newer.host_ms, newer.device_ms)
+
+
+def test_a_table_says_for_which_speed_of_the_host_it_is():
+    rows = [visited(SLOWS, 1.0), row("a", "sdpa-flash:bf16")]
+    tables = join_sweeps({"all": rows}), table_of(rows[0].environment, rows)
+    assert [table.launch_ms for table in tables] == [pytest.approx(median(SLOWS))] * 2
+    assert join_sweeps({"old": rows[1:]}).launch_ms is table_of(rows[1].environment, rows[1:]).launch_ms is None
 
 
 def test_a_row_without_the_hosts_speed_is_as_it_was():

@@ -30,7 +30,6 @@ from attnbench.kernels.plan import Plan
 from attnbench.kernels.registry import registry
 from attnbench.tables.environment import Environment
 from attnbench.tables.table import Table
-from attnbench.tables.text import written
 from examples import examples
 
 ROWS = honest()
@@ -42,10 +41,6 @@ def faults(rows: Sequence[Measurement], names: Sequence[str] = ()) -> tuple[str,
     found = submission_of({"a folder": rows}, registry(), names)
     assert found is not None
     return found.faults
-
-
-def text_of(table: Table) -> str:
-    return written(table.environment, table.entries.values())
 
 
 def one(place: int, **facts) -> Change:
@@ -176,7 +171,7 @@ def test_the_same_rows_make_the_same_bytes_in_any_order(shuffle: random.Random, 
         found = submission_of({f"{place}": each for place, each in enumerate(sweeps)}, registry())
         assert found is not None
         assert found.faults == ()
-        return text_of(found.table)
+        return found.table.file_text()
 
     shuffled = [shuffle.sample(each, len(each)) for each in sweeps]
     assert built(shuffle.sample(shuffled, len(shuffled))) == built(sweeps)
@@ -220,7 +215,7 @@ def test_committed_tables_could_be_shared() -> None:
     for path in COMMITTED:
         table = Table.load(path)
         assert table_faults(table, registry()) == [], path
-        assert text_of(table.condensed()) == path.read_text(encoding="utf-8")
+        assert table.condensed().file_text() == path.read_text(encoding="utf-8")
 
 
 def shared(factor: float, environment: Environment = H200, count: int = len(ROWS)) -> Table:
