@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import combinations
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -66,12 +66,15 @@ class Fit:
         noise = _REPEATED**2 + np.nan_to_num(scatter) ** 2
         self._host = HostFloor(times, scatter, np.array([entry.device_ms is not None for entry in entries]))
         self._measured_host = MeasuredHost(entries)
+        self._parts = np.array([_parts(spec) for spec in specs])
+        self._places = np.array([_place(spec) for spec in specs])
+        self._alike, self._fixed = _covariances(self._places, self._places)
         sites = times, noise / np.maximum(1 - self._host.waited, 1e-2)
-        means, variances = self._left_out(specs, times, *sites)
+        means, variances = self._left_out(times, *sites)
         for _ in range(_ROUNDS):
             self._host.weigh(means, variances, noise)
             sites = _towards(sites, self._host.sites(means, variances, noise))
-            means, variances = self._left_out(specs, times, *sites)
+            means, variances = self._left_out(times, *sites)
         self.residuals = {
             spec: Residual(float(time - mean), math.sqrt(variance), 1 - float(waited))
             for spec, time, mean, variance, waited in zip(
@@ -80,19 +83,25 @@ class Fit:
         }
         self._calibration = calibration((each.value / each.deviation, each.heard) for each in self.residuals.values())
 
-    def _left_out(
-        self, specs: Sequence[AttentionSpec], times: _Array, sites: _Array, noise: _Array
-    ) -> tuple[_Array, _Array]:
+    def _left_out(self, times: _Array, sites: _Array, noise: _Array) -> tuple[_Array, _Array]:
         """Fit law and process to the sites; (mean, variance) of the device time at each spec without its own entry."""
         import numpy as np
 
-        parts = np.array([_parts(spec) for spec in specs])
-        self._law = _non_negative(parts / np.exp(times)[:, None], _REPEATED / np.sqrt(noise))
-        self._places = np.array([self._place(spec) for spec in specs])
-        self._inverse = np.linalg.inv(_covariance(self._places, self._places) + np.diag(noise))
-        self._weights = self._inverse @ (sites - np.log(np.maximum(parts @ self._law, _SHORTEST)))
+        self._law = _non_negative(self._parts / np.exp(times)[:, None], _REPEATED / np.sqrt(noise))
+        self._shares = self._share(self._parts)
+        covariance = self._alike + self._fixed * np.outer(self._shares, self._shares)
+        self._inverse = np.linalg.inv(covariance + np.diag(noise))
+        self._weights = self._inverse @ (sites - np.log(np.maximum(self._parts @ self._law, _SHORTEST)))
         variances = 1.0 / np.diag(self._inverse)
         return sites - self._weights * variances, np.maximum(variances - noise, 1e-6)
+
+    def _share(self, parts: _Array) -> _Array:
+        """The share (n,) of the time that the law gives to launch and bytes, for parts (n, 3)."""
+        import numpy as np
+
+        times = parts * self._law
+        share: _Array = times[:, :2].sum(axis=1) / np.maximum(times.sum(axis=1), _SHORTEST)
+        return share
 
     def predict(self, spec: AttentionSpec) -> tuple[float, float]:
         """(median of the whole call in ms, standard error of its logarithm); the time may be infinite far from
@@ -118,16 +127,14 @@ class Fit:
         """Mean and deviation of the logarithm of a time to be measured on the device."""
         import numpy as np
 
-        place = np.array([self._place(spec)])
-        near = _covariance(place, self._places)
-        variance = (_covariance(place, place) - near @ self._inverse @ near.T)[0, 0]
-        law = math.log(max(float(np.dot(_parts(spec), self._law)), _SHORTEST))
-        return law + min(float((near @ self._weights)[0]), 50.0), math.sqrt(max(0.0, float(variance)) + _REPEATED**2)
-
-    def _place(self, spec: AttentionSpec) -> tuple[float, ...]:
-        """Where a spec lies, and the share of its time that the law gives to launch and bytes."""
-        launch, moved, computed = (part * factor for part, factor in zip(_parts(spec), self._law, strict=True))
-        return (*_place(spec), (launch + moved) / max(launch + moved + computed, _SHORTEST))
+        parts, place = np.array([_parts(spec)]), np.array([_place(spec)])
+        share = float(self._share(parts)[0])
+        alike, fixed = (each[0] for each in _covariances(place, self._places))
+        near = alike + fixed * share * self._shares
+        variance = _CLASS_DEVIATION**2 + _SIZE_DEVIATION**2 + (_FIXED_DEVIATION * share) ** 2
+        variance -= float(near @ self._inverse @ near)
+        law = math.log(max(float(parts[0] @ self._law), _SHORTEST))
+        return law + min(float(near @ self._weights), 50.0), math.sqrt(max(0.0, variance) + _REPEATED**2)
 
 
 def calibration(scores: Iterable[tuple[float, float]]) -> float:
@@ -172,19 +179,19 @@ def _place(spec: AttentionSpec) -> tuple[float, ...]:
     return (*(math.log2(size) for size in sizes), _MASKS[spec.mask.kind] + 0.5 * (spec.softcap > 0), float(batch))
 
 
-def _covariance(ones: _Array, others: _Array) -> _Array:
-    """The covariance (n, m) of the deviations from the law at ``ones`` (n, 9) and ``others`` (m, 9)."""
+def _covariances(ones: _Array, others: _Array) -> tuple[_Array, _Array]:
+    """The covariance (n, m) of the deviations from the law at ``ones`` (n, 8) and ``others`` (m, 8), in two parts: what
+    classes and sizes have, and, for a time that is all launch and bytes, what these have.
+    """
     import numpy as np
 
     apart = np.abs(ones[:, None, :] - others[None, :, :])
-    head_dim, head_dim_v, heads, queries, keys, group, mask, batch, _ = np.moveaxis(apart, -1, 0)
+    head_dim, head_dim_v, heads, queries, keys, group, mask, batch = np.moveaxis(apart, -1, 0)
     classes = np.exp(-(head_dim + head_dim_v) / 2 / _REACH_HEAD_DIM)
     classes = classes * np.where(mask > 0, _OTHER_MASK, 1.0) * _DOUBLE_GROUP**group
     classes = classes * np.where(batch > 0, _OTHER_BATCH, 1.0)
     sizes = np.exp(-(heads + (queries + keys) / 2) / _REACH_SIZE)
-    fixed = ones[:, None, -1] * others[None, :, -1]
-    product: _Array = classes * (_CLASS_DEVIATION**2 + _SIZE_DEVIATION**2 * sizes + _FIXED_DEVIATION**2 * fixed)
-    return product
+    return classes * (_CLASS_DEVIATION**2 + _SIZE_DEVIATION**2 * sizes), classes * _FIXED_DEVIATION**2
 
 
 def _scatter(entry: Entry) -> float:

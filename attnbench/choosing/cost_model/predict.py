@@ -114,7 +114,7 @@ class CostModel:
 
 def _fitted_alone(entries: list[Entry]) -> Fit:
     """The fit, by one thread of BLAS: more are no faster for so small matrices, and where each of several processes of
-    a host has one for every core, all wait for one another (four on two cores: 14 s for 4).
+    a host has one for every core, all wait for one another (four on two cores: 6 to 11 s instead of 2).
     """
     from threadpoolctl import threadpool_limits  # imported here: attention() does not need it
 
