@@ -9,7 +9,6 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch._dynamo.config
 import torch._functorch.config  # which torch itself imports only with its first compilation
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention

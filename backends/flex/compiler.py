@@ -1,9 +1,17 @@
-"""What torch.compile needs on this machine before FlexAttention can run, asked without compiling anything."""
+"""What torch.compile needs on this machine before FlexAttention can run, asked without compiling anything.
+
+Nor is torch's compiler imported, which would know: it takes a second or more, and every first call of ``attention``
+asks.
+"""
 
 from __future__ import annotations
 
+import getpass
 import os
+import re
+import subprocess
 import sysconfig
+import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -17,9 +25,7 @@ _ELSEWHERE = "name another in TORCHINDUCTOR_CACHE_DIR"
 @cache
 def compiler_reason(device_type: str) -> str | None:
     """What inductor lacks to compile for this kind of device, or None."""
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    folder = os.path.abspath(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir())
+    folder = os.path.abspath(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or _default_cache_folder())
     if not _writable(folder):
         return f"torch.compile cannot write its cache folder {folder}; {_ELSEWHERE}"
     if device_type == "cuda":
@@ -32,14 +38,29 @@ def compiler_reason(device_type: str) -> str | None:
     if capability == "AVX2" and torch.cpu._is_avx512_supported():
         # Inductor compiles for the CPU, torch's products follow the variable: out was off by 0.97 (torch 2.13).
         return "FlexAttention's CPU kernel is wrong where ATEN_CPU_CAPABILITY is below what the CPU has; unset it"
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
+    if not _finds_compiler():
         return "torch.compile needs a C++ compiler, which is not found; install g++, or name one in CXX"
     return _split_by_spaces(folder)
+
+
+def _default_cache_folder() -> str:
+    """As torch's inductor names it."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, ModuleNotFoundError, OSError):  # no name is known for the user's number
+        user = f"uid_{os.getuid()}"
+    return os.path.join(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
+
+
+def _finds_compiler() -> bool:
+    """Whether the compiler that torch's inductor would take runs, or it would install one."""
+    if os.environ.get("TORCH_INDUCTOR_INSTALL_GXX"):
+        return True
+    try:
+        subprocess.run([os.environ.get("CXX", "g++"), "--version"], check=True, capture_output=True)
+    except (subprocess.SubprocessError, OSError):
+        return False
+    return True
 
 
 def _writable(folder: str) -> bool:

@@ -65,3 +65,14 @@ print(sorted({VENDORS!r} & (sought | set(sys.modules))), "attnbench.api" in soug
 """
     run = python("-c", code)
     assert run.stdout.strip() == "[] True", run.stdout + run.stderr
+
+
+def test_a_choice_does_not_wait_for_torchs_compiler_to_be_imported() -> None:
+    code = """
+import sys, torch
+from attnbench import explain
+x = torch.randn(1, 2, 16, 16, dtype=torch.bfloat16)
+print("flex:bf16" in str(explain(x, x, x)), sorted({"torch._dynamo", "torch._inductor"} & set(sys.modules)))
+"""
+    run = python("-c", code)
+    assert run.stdout.strip() == "True []", run.stdout + run.stderr

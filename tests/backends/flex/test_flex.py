@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from attnbench.backends.flex import backend as flex
 from attnbench.backends.flex.blocks import BLOCK, block_mask, packed_blocks
-from attnbench.backends.flex.compiler import compiler_reason
+from attnbench.backends.flex.compiler import _default_cache_folder, compiler_reason
 from attnbench.kernels.capabilities import Device
 from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Saved
 from attnbench.kernels.registry import registry
@@ -207,9 +207,21 @@ def test_packed_sequences_are_what_they_are_alone(mask: Mask) -> None:
 
 
 @needs_avx2
-def test_without_a_compiler_it_says_what_to_install() -> None:
-    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
-        assert "g++" in refused_afresh(CPU)
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "/dev/null"])
+def test_without_a_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, compiler: str) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    assert "g++" in refused_afresh(CPU)
+
+
+def test_the_cache_folder_is_torchs_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    def nobody() -> str:
+        raise KeyError("getpwuid(): uid not found")
+
+    for user in (lambda: "me", lambda: "DOMAIN\\me:too", nobody):
+        monkeypatch.setattr("getpass.getuser", user)
+        assert _default_cache_folder() == default_cache_dir()
 
 
 def refused_afresh(device: Device) -> str:
