@@ -96,7 +96,7 @@ def update_user_table(table: Table) -> Path:
     with locked(path):
         try:
             before = Table.load(path)
-            new = Binding.between(before, table.environment, registry()).usable(before).merged(new)
+            new = Binding.between(before, table.environment, registry()).usable(before).merged(new).condensed()
         except NewerFileError as error:
             raise OutputError(f"your table stays as it is: {error}") from None
         except (OSError, MalformedFileError, InputError):

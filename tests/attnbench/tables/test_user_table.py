@@ -98,6 +98,17 @@ def test_it_grows_and_lets_go_of_what_another_version_measured():
     assert {str(each.plan) for each in Table.load(path).entries.values()} == {"reference:bf16"}
 
 
+def test_what_another_host_measured_is_written_with_as_few_digits():
+    def measured(launch_ms: float, *plans: str) -> Table:
+        entries = [one(plan, host_ms=1.0, device_ms=0.1) for plan in plans]
+        return Table.from_entries(here(), entries, launch_ms)
+
+    update_user_table(measured(0.01, "sdpa-math:bf16", "sdpa-efficient:bf16"))
+    path = update_user_table(measured(0.03, "sdpa-flash:bf16"))
+    (moved,) = (entry for (_, plan), entry in Table.load(path).entries.items() if plan.forward == "sdpa-flash:bf16")
+    assert (moved.time_ms, moved.host_ms) == (0.3333, 0.333)
+
+
 def test_a_damaged_table_is_a_miss_with_one_warning_and_is_replaced():
     path = update_user_table(table(one()))
     path.write_text("{")
