@@ -88,7 +88,8 @@ def submission_of(
 
 
 def agreement(table: Table, other: Table) -> Agreement:
-    """The other table's times over this one's; a ratio of 1 where they share nothing."""
+    """The other table's times over this one's, as on the host of this; a ratio of 1 where they share nothing."""
+    other = other.on_host(table.launch_ms)
     both = table.entries.keys() & other.entries.keys()
     times = [(table.entries[key].time_ms, other.entries[key].time_ms) for key in both]
     ratios = [after / before for before, after in times if before and after]

@@ -230,3 +230,12 @@ def test_a_table_confirms_another_where_its_times_are_the_same() -> None:
     assert not agreement(mine, shared(0.8)).confirms
     assert not agreement(mine, shared(1.0, count=5)).confirms
     assert agreement(mine, Table(H200, {})).shared == 0
+
+
+def test_a_table_of_a_slower_host_confirms_another_where_hosts_limited_their_calls() -> None:
+    rows = shared(1.0).entries.values()
+    mine, slower = (
+        Table.from_entries(H200, [replace(each, time_ms=ms, host_ms=ms, device_ms=0.01) for each in rows], ms / 10)
+        for ms in (0.1, 0.2)
+    )
+    assert agreement(mine, slower).ratio == pytest.approx(1.0)
