@@ -29,9 +29,9 @@ def compiler_reason(device_type: str) -> str | None:
     if not _writable(folder):
         return f"torch.compile cannot write its cache folder {folder}; {_ELSEWHERE}"
     if device_type == "cuda":
-        from torch.utils._triton import has_triton
+        from torch.utils._triton import has_triton_package
 
-        return None if has_triton() else "torch.compile needs Triton for this GPU, which is missing or does not take it"
+        return None if has_triton_package() else "torch.compile needs Triton for a GPU, and it is missing"
     capability = torch.backends.cpu.get_cpu_capability()
     if not capability.startswith("AVX"):
         return "FlexAttention's CPU kernel needs AVX2"

@@ -213,6 +213,11 @@ def test_without_a_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
     assert "g++" in refused_afresh(CPU)
 
 
+def test_without_triton_no_gpu_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.utils._triton.has_triton_package", lambda: False)
+    assert "needs Triton" in refused_afresh(H200)
+
+
 def test_the_cache_folder_is_torchs_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
