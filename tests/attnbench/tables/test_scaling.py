@@ -76,6 +76,20 @@ def test_of_a_call_only_the_devices_part_is_scaled(host_ms, device_ms):
     assert moved.time_ms == max(host_ms, moved.device_ms)
 
 
+def test_the_device_s_part_is_scaled_however_long_the_host_made_the_shortest_call():
+    """What the host took is no part of what a device needs to begin."""
+
+    def shortest(host_ms: float) -> float:
+        entries = [
+            Entry(spec(batch=n), Plan("fast:bf16"), "ok", max(host_ms, device), host_ms=host_ms, device_ms=device)
+            for n, device in ((1, 0.2), (64, 9.0))
+        ]
+        found = scaled(Table.from_entries(H200, entries), replace(H100, power_cap_w=350))
+        return found.at(spec(batch=1))[Plan("fast:bf16")].device_ms
+
+    assert shortest(4.0) == shortest(0.1) > 0.2
+
+
 @given(CALLS, RATES)
 def test_equal_rates_change_nothing(call, rates):
     at, plan, time = call
