@@ -98,13 +98,11 @@ class Entry:
 
     def timed(self, time_ms: float, host_ms: float | None, device_ms: float | None) -> Entry:
         """The same with other times, within those of a table, and the spread in proportion."""
-        times = (None if each is None else min(max(each, SHORTEST_MS), LONGEST_MS) for each in (host_ms, device_ms))
-        time_ms = min(max(time_ms, SHORTEST_MS), LONGEST_MS)
-        spread = self.spread_ms
-        if spread is not None and self.time_ms:
-            spread = min(spread * time_ms / self.time_ms, LONGEST_MS)
-        host, device = times
-        return replace(self, time_ms=time_ms, spread_ms=spread, host_ms=host, device_ms=device)
+        time_ms, spread_ms = _bounded(time_ms), self.spread_ms
+        if spread_ms is not None and self.time_ms:
+            spread_ms = min(spread_ms * time_ms / self.time_ms, LONGEST_MS)
+        host_ms, device_ms = (None if each is None else _bounded(each) for each in (host_ms, device_ms))
+        return replace(self, time_ms=time_ms, spread_ms=spread_ms, host_ms=host_ms, device_ms=device_ms)
 
     def on_host(self, slower: float) -> Entry:
         """The same on a host that takes ``slower`` times as long; as it is where host and device are not told apart."""
@@ -122,6 +120,10 @@ class Entry:
             times = {name: getattr(newer, name) for name in ("time_ms", "spread_ms", "host_ms", "device_ms")}
             return replace(self, **times)
         return newer if newer.time_ms is None else replace(newer, errors={**self.errors, **newer.errors})
+
+
+def _bounded(time_ms: float) -> float:
+    return min(max(time_ms, SHORTEST_MS), LONGEST_MS)
 
 
 def nearest(value: float | None, digits: int) -> float | None:

@@ -71,7 +71,9 @@ class Table:
 
     def merged(self, newer: Table) -> Table:
         """Both tables' entries, the newer one's counting (``Entry.renewed``), and its environment with missing versions
-        added.  Hosts are as fast as in the larger of those tables that know it: a few rows say little of that.
+        added.
+
+        Both are brought to the host's speed of the larger table (of those that know it): a few rows say little of it.
         """
         launches = [(len(each.entries), each.launch_ms) for each in (self, newer) if each.launch_ms is not None]
         launch_ms = max(launches)[1] if launches else None

@@ -105,6 +105,7 @@ def _call(native: _Native, spec: AttentionSpec, dtype: torch.dtype) -> tuple[Ten
     on_cpu = native.q.device.type == "cpu"
     dynamic = True if on_cpu else False if spec.lengths is None else None
     with (
+        # Not imported above: torch imports its compiler where it is first asked for, which takes a second or more.
         torch._dynamo.config.patch(recompile_limit=_PROGRAMS, accumulated_recompile_limit=_PROGRAMS),
         _unchecked_indices() if on_cpu and spec.lengths is not None else nullcontext(),
     ):

@@ -47,7 +47,7 @@ def condense(rows: Iterable[Measurement], speed: HostSpeed | None = None) -> lis
 
 
 def table_of(environment: Environment, rows: Iterable[Measurement]) -> Table:
-    """The table of one sweep, as it was."""
+    """The table of the rows of one sweep, at the speed that its host had."""
     rows = list(rows)
     speed = HostSpeed(rows)
     return Table.from_entries(environment, condense(rows, speed), speed.usual_ms)

@@ -68,13 +68,13 @@ class Fit:
         self._measured_host = MeasuredHost(entries)
         self._parts = np.array([_parts(spec) for spec in specs])
         self._places = np.array([_place(spec) for spec in specs])
-        self._alike, self._fixed = _covariances(self._places, self._places)
+        covariances = _covariances(self._places, self._places)
         sites = times, noise / np.maximum(1 - self._host.waited, 1e-2)
-        means, variances = self._left_out(times, *sites)
+        means, variances = self._left_out(times, covariances, *sites)
         for _ in range(_ROUNDS):
             self._host.weigh(means, variances, noise)
             sites = _towards(sites, self._host.sites(means, variances, noise))
-            means, variances = self._left_out(times, *sites)
+            means, variances = self._left_out(times, covariances, *sites)
         self.residuals = {
             spec: Residual(float(time - mean), math.sqrt(variance), 1 - float(waited))
             for spec, time, mean, variance, waited in zip(
@@ -83,13 +83,16 @@ class Fit:
         }
         self._calibration = calibration((each.value / each.deviation, each.heard) for each in self.residuals.values())
 
-    def _left_out(self, times: _Array, sites: _Array, noise: _Array) -> tuple[_Array, _Array]:
+    def _left_out(
+        self, times: _Array, covariances: tuple[_Array, _Array], sites: _Array, noise: _Array
+    ) -> tuple[_Array, _Array]:
         """Fit law and process to the sites; (mean, variance) of the device time at each spec without its own entry."""
         import numpy as np
 
+        alike, fixed = covariances
         self._law = _non_negative(self._parts / np.exp(times)[:, None], _REPEATED / np.sqrt(noise))
         self._shares = self._share(self._parts)
-        covariance = self._alike + self._fixed * np.outer(self._shares, self._shares)
+        covariance = alike + fixed * np.outer(self._shares, self._shares)
         self._inverse = np.linalg.inv(covariance + np.diag(noise))
         self._weights = self._inverse @ (sites - np.log(np.maximum(self._parts @ self._law, _SHORTEST)))
         variances = 1.0 / np.diag(self._inverse)
@@ -180,8 +183,10 @@ def _place(spec: AttentionSpec) -> tuple[float, ...]:
 
 
 def _covariances(ones: _Array, others: _Array) -> tuple[_Array, _Array]:
-    """The covariance (n, m) of the deviations from the law at ``ones`` (n, 8) and ``others`` (m, 8), in two parts: what
-    classes and sizes have, and, for a time that is all launch and bytes, what these have.
+    """The covariance of the deviations from the law at ``ones`` (n, 8) and ``others`` (m, 8), in two parts (n, m).
+
+    The first is that of classes and sizes.  The second is that of launch and bytes where a time consists of nothing
+    else; it is multiplied by their shares of both times.
     """
     import numpy as np
 

@@ -218,7 +218,7 @@ def test_without_triton_no_gpu_is_served(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "needs Triton" in refused_afresh(H200)
 
 
-def test_the_cache_folder_is_torchs_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_folder_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     def nobody() -> str:
