@@ -57,6 +57,12 @@ def test_the_error_is_honest_and_grows_with_the_distance():
     assert errors[0] < errors[3]
 
 
+def test_where_operations_are_all_of_a_time_a_measured_shape_leaves_little_doubt():
+    """What a launch may take elsewhere says nothing there."""
+    model = CostModel([entry(spec(length), law(spec(length), launch=1e-5)) for length in LENGTHS])
+    assert model.predict(PLAN, spec(LENGTHS[-1])).error < 0.1
+
+
 def test_bytes_of_a_packed_batch_are_those_of_its_tokens():
     """Not of as many sequences as the longest."""
     at = [spec(length, batch) for length in LENGTHS for batch in (4, 16)]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnbench.errors import InputError
+from attnbench.errors import InputError, UnknownBackendError
 from attnbench.harness.training.config import TrainConfig
 
 CONFIGS = st.builds(
@@ -100,6 +100,12 @@ def test_the_default_rate_suits_the_size_and_the_tokens_of_a_step(
 def test_what_is_no_run_is_said(wrong: dict[str, object], said: str) -> None:
     with pytest.raises(InputError, match=said):
         TrainConfig.make(**wrong)  # type: ignore[arg-type]
+
+
+def test_an_unknown_attention_is_said_as_everywhere() -> None:
+    for make in (TrainConfig.make, TrainConfig.make().replace):
+        with pytest.raises(UnknownBackendError, match="no backend is named 'fa9'"):
+            make(attention="fa9")
 
 
 @pytest.mark.parametrize(
