@@ -81,10 +81,11 @@ class Timer:
     core: int | None = None
 
     @classmethod
-    def for_device(cls, device: torch.device) -> Timer:
-        """The limits that a whole sweep can afford for each plan."""
+    def for_device(cls, device: torch.device, core: int | None = None) -> Timer:
+        """The limits that a whole sweep can afford for each plan; by default on a ``core`` of this process's own."""
         if device.type == "cuda":
-            return cls(device, visit=0.01, limit=0.3, patience=0.015, fewest=4, core=core_for(device.index or 0))
+            core = core_for(device.index or 0) if core is None else core
+            return cls(device, visit=0.01, limit=0.3, patience=0.015, fewest=4, core=core)
         # A CPU's calls take ten times as long and scatter more: six samples are enough there for an interval.
         return cls(device, visit=0.03, limit=1.5, patience=0.03, narrow=0.02)
 

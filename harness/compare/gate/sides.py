@@ -18,6 +18,7 @@ from attnbench.kernels.plan import Plan, backend_of
 from attnbench.problem.spec import AttentionSpec
 
 from ...measure.setup import INSTALLED
+from ...measure.timing import Timer
 from ...sequence_lengths import SequenceLengths
 from ...sweep.compile_ahead import usable_cores
 from ...sweep.worker_process import LostError, Worker
@@ -173,7 +174,8 @@ class Sides:
     def _worker(self, side: Side, backend: str) -> Worker:
         place = side, backend
         if place not in self._workers:
-            setting = {"source": self._source, "device": str(self._device), "threads": torch.get_num_threads()}
+            device, core = str(self._device), Timer.for_device(self._device).core  # one for both sides
+            setting = {"source": self._source, "device": device, "threads": torch.get_num_threads(), "core": core}
             python = self._base if side == "BASE" else None
             environ = _STEADY if python is None else {**_STEADY, **_WITHOUT_OURS}
             self._workers[place] = Worker(setting, module=_MODULE, python=python, environ=environ)

@@ -110,9 +110,9 @@ class GateWorker:
 
 
 def _made(setting: Mapping[str, Any]) -> GateWorker:
-    """The worker for a setting with source, device and threads."""
+    """The worker for a setting with source, device, threads and, unless an older release made it, core."""
     torch.set_num_threads(setting["threads"])
-    timer = Timer.for_device(torch.device(setting["device"]))
+    timer = Timer.for_device(torch.device(setting["device"]), setting.get("core"))
     return GateWorker(setting["source"], replace(timer, visit=_VISIT) if timer.device.type == "cuda" else timer)
 
 

@@ -1,11 +1,15 @@
-"""All threads of a process on one core for a while, with real threads."""
+"""All threads of a process on one core for a while, and a core for each process, with real threads and processes."""
 
 import os
+import subprocess
+import sys
 import threading
 
 import pytest
 
+from attnbench.harness.measure import cores
 from attnbench.harness.measure.cores import core_for, on_core
+from attnbench.state import Cache
 
 pytestmark = pytest.mark.skipif(core_for(0) is None, reason="this system cannot move threads to a core")
 
@@ -71,6 +75,49 @@ def test_a_thread_that_ends_meanwhile_or_a_core_that_is_gone_does_no_harm(parked
     assert os.sched_getaffinity(0) == usual
 
 
-def test_devices_have_cores_of_their_own_while_there_are_enough():
-    cores = os.sched_getaffinity(0)
-    assert {core_for(index) for index in range(len(cores) + 1)} == cores
+CLAIM = """
+import sys
+from attnbench.harness.measure.cores import core_for
+print(core_for(0), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def unclaimed(tmp_path, monkeypatch):
+    """A process that has claimed no core, in a cache folder that no other uses."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cores, "_claims", Cache(lasting=True))
+    return tmp_path
+
+
+def test_devices_have_cores_of_their_own_while_there_are_enough(unclaimed):
+    usable = os.sched_getaffinity(0)
+    found = [core_for(index) for index in range(len(usable) + 1)]
+    assert set(found) == usable
+    assert found == [core_for(index) for index in range(len(usable) + 1)]
+
+
+def test_processes_that_each_see_one_device_have_cores_of_their_own(unclaimed):
+    """As under CUDA_VISIBLE_DEVICES, where every process calls its device the first; also after one was killed."""
+    usable = sorted(os.sched_getaffinity(0), reverse=True)
+    others = [
+        subprocess.Popen([sys.executable, "-c", CLAIM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in usable
+    ]
+    try:
+        assert sorted((int(each.stdout.readline()) for each in others), reverse=True) == usable
+        assert core_for(0) == usable[0]  # of which none is left
+        others[0].kill()
+        others[0].communicate()
+        cores._claims.forget()
+        assert cores._claim(0)[1] is not None
+    finally:
+        for each in others:
+            each.kill()
+            each.communicate()
+
+
+def test_a_folder_that_cannot_be_written_costs_only_the_promise(unclaimed):
+    (unclaimed / "attnbench").write_text("a file", encoding="utf-8")
+    assert core_for(0) == max(os.sched_getaffinity(0))
