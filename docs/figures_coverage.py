@@ -78,8 +78,9 @@ def _fresh(table: Table, folder: Path) -> str:
 def _regret(summary: FreshSummary) -> str:
     asked = "FP8" if summary.asked.fp8 else "16 bits"
     beyond = f", {summary.violations} beyond its budget" if summary.violations else ""
+    of = f" of {summary.choices + summary.unsteady}" if summary.unsteady else ""
     return (
-        f"{asked} {summary.choices}: {100 * summary.geometric_mean:.1f} %, {100 * summary.percentile_90:.1f} %, "
+        f"{asked} {summary.choices}{of}: {100 * summary.geometric_mean:.1f} %, {100 * summary.percentile_90:.1f} %, "
         f"{100 * summary.worst:.0f} %{beyond}"
     )
 

@@ -16,9 +16,9 @@ from ..tables.table import Table
 from ..tables.user_table import Known
 from .candidate import Basis, Candidate
 from .evidence import Evidence
-from .regret import Asked, chosen_at, geometric_mean, served
+from .regret import Asked, chosen_at, geometric_mean, scatter, served
 
-__all__ = ["BOUNDS", "FreshScore", "FreshSummary", "contenders", "fresh_scores", "summary_of", "without"]
+__all__ = ["BOUNDS", "STEADY", "FreshScore", "FreshSummary", "contenders", "fresh_scores", "summary_of", "without"]
 
 _QUESTIONS = (Asked(False), Asked(True))
 # A plan may win if it is predicted to be slower by at most so many standard errors of the ratio, or this factor.  Of
@@ -27,6 +27,7 @@ _SURE, _FASTER = 3.0, 1.5
 
 # On regret: the geometric mean without and with FP8, the 90th percentile, the worst; the share that a rule may decide.
 BOUNDS = (0.02, 0.03, 0.08, 0.20, 0.02)
+STEADY = BOUNDS[3]  # half the interquartile range over the median; more scatter hides the worst regret that may be
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class FreshScore:
 
     ``regret`` is the measured time of ``plan`` over that of ``best``, the fastest plan that is accurate
     enough, minus one.  ``error`` is the measured one of ``plan``, held against ``budget``; None of a plan that lost a
-    race, of which only the time is known.
+    race, of which only the time is known.  ``steady``: both times scattered by ``STEADY`` at most; otherwise a regret,
+    and which plan was the best, is mostly noise.
     """
 
     spec: AttentionSpec
@@ -46,6 +48,7 @@ class FreshScore:
     regret: float
     error: float | None
     budget: float
+    steady: bool
 
     @property
     def violated(self) -> bool:
@@ -111,15 +114,19 @@ def fresh_scores(
             entry = raced[winner.plan]
             regret = (entry.time_ms or 0.0) / times[best] - 1
             error = entry.worst[0] if entry.errors else None
-            yield FreshScore(spec, asked, winner.plan, winner.basis, best, regret, error, budget)
+            steady = max(scatter(entry), scatter(here[best])) <= STEADY
+            yield FreshScore(spec, asked, winner.plan, winner.basis, best, regret, error, budget, steady)
 
 
 @dataclass(frozen=True)
 class FreshSummary:
-    """The scores of one question: regret (geometric mean, 90th percentile, worst), rules and violations counted."""
+    """The scores of one question: regret (geometric mean, 90th percentile, worst) of the ``choices`` whose times are
+    steady; the others (``unsteady``), rules and violations are counted.
+    """
 
     asked: Asked
     choices: int
+    unsteady: int
     geometric_mean: float
     percentile_90: float
     worst: float
@@ -133,24 +140,25 @@ class FreshSummary:
             self.geometric_mean <= BOUNDS[self.asked.fp8]
             and self.percentile_90 <= BOUNDS[2]
             and self.worst <= BOUNDS[3]
-            and self.rules <= BOUNDS[4] * self.choices
+            and self.rules <= BOUNDS[4] * (self.choices + self.unsteady)
             and not self.violations
         )
 
 
 def summary_of(scores: Iterable[FreshScore]) -> list[FreshSummary]:
-    """One summary for each question that has a score."""
+    """One summary for each question that has a steady score."""
     grouped: dict[Asked, list[FreshScore]] = {}
     for score in scores:
         grouped.setdefault(score.asked, []).append(score)
-    return [_summary(asked, each) for asked, each in grouped.items()]
+    return [_summary(asked, each) for asked, each in grouped.items() if any(score.steady for score in each)]
 
 
 def _summary(asked: Asked, scores: list[FreshScore]) -> FreshSummary:
-    regrets = sorted(score.regret for score in scores)
+    regrets = sorted(score.regret for score in scores if score.steady)
     return FreshSummary(
         asked=asked,
-        choices=len(scores),
+        choices=len(regrets),
+        unsteady=len(scores) - len(regrets),
         geometric_mean=geometric_mean(1 + regret for regret in regrets) - 1,
         percentile_90=regrets[math.ceil(0.9 * len(regrets)) - 1],
         worst=regrets[-1],

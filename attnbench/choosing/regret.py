@@ -29,6 +29,7 @@ __all__ = [
     "chosen_at",
     "geometric_mean",
     "held_out",
+    "scatter",
     "served",
     "summarised",
 ]
@@ -178,11 +179,11 @@ def _score(
         regret=_over(times[chosen.plan], times[best]),
         caution=_over(times[best], min(times.values())),
         violated=not here[chosen.plan].worst[0] <= budget,
-        steady=max(_scatter(here[chosen.plan]), _scatter(here[best])) <= steady,
+        steady=max(scatter(here[chosen.plan]), scatter(here[best])) <= steady,
     )
 
 
-def _scatter(entry: Entry) -> float:
+def scatter(entry: Entry) -> float:
     """Half the interquartile range of a plan's samples over their median."""
     return (entry.spread_ms or 0.0) / entry.time_ms / 2 if entry.time_ms else 0.0
 

@@ -56,7 +56,8 @@ def check(
     causal ones have packed sequences.  The plans race on them, and what the tables choose without knowing these shapes
     is compared with the fastest accurate plan.  --on FOLDER repeats the comparison on the results of an earlier
     --fresh, or of any sweep, without measuring.
-    A named TABLE of another GPU of the same generation is scaled to the GPU of the results, as auto does.
+    A named TABLE of another GPU of the same generation is scaled to the GPU of the results, as auto does.  Only choices
+    whose times scatter by at most 20 % (half the interquartile range over the median) are scored.
     Exits 1 if the regret exceeds 2 % in the geometric mean (3 % with FP8), 8 % at the 90th percentile or 20 % at worst,
     if a rule decides more than 2 % of the choices, or if a chosen plan exceeds its budget.
 
@@ -125,7 +126,7 @@ def _check_fresh(
     device: str,
     format: Format,
 ) -> None:
-    from ...choosing.fresh_regret import fresh_scores, summary_of
+    from ...choosing.fresh_regret import STEADY, fresh_scores, summary_of
     from ...kernels.devices import find
     from ...kernels.registry import registry
     from ...tables.environment import Environment
@@ -151,6 +152,8 @@ def _check_fresh(
     if not scores:
         raise MisuseError("no plan served within the budget at any of these shapes, so there is nothing to compare")
     summaries = summary_of(scores)
+    if not summaries:
+        raise MisuseError(f"every time scatters by more than {STEADY:.0%}; measure again while the machine is idle")
     passed = all(each.passes for each in summaries)
     if format == "json":
         print_json(
@@ -165,6 +168,8 @@ def _check_fresh(
         print()
         if lost := [_lost(each) for each in _worst_first(scores)]:
             print_table(lost, format)
+        if unsteady := sum(not each.steady for each in scores):
+            print(f"{unsteady} of {len(scores)} choices are not scored; their times scatter by more than {STEADY:.0%}.")
         print(f"{'passed' if passed else 'failed'}: {len({each.spec for each in scores})} shapes")
     if not passed:
         raise typer.Exit(1)
@@ -257,8 +262,9 @@ def _fresh(summary: FreshSummary) -> dict[str, str]:
 
 
 def _worst_first(scores: Iterable[FreshScore]) -> list[FreshScore]:
-    """The choices that cost more than 10 % or exceed their budget."""
-    return sorted((each for each in scores if each.regret > 0.1 or each.violated), key=lambda each: -each.regret)
+    """The choices that cost more than 10 %, by steady times, or exceed their budget."""
+    lost = (each for each in scores if (each.steady and each.regret > 0.1) or each.violated)
+    return sorted(lost, key=lambda each: -each.regret)
 
 
 def _lost(score: FreshScore) -> dict[str, str]:
@@ -281,6 +287,7 @@ def _choice(score: FreshScore) -> dict[str, Any]:
         "basis": score.basis,
         "best": str(score.best),
         "regret": score.regret,
+        "steady": score.steady,
         "error": score.error,
         "budget": score.budget,
     }

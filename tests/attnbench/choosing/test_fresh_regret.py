@@ -110,7 +110,54 @@ def test_shapes_of_a_type_that_no_table_knows_are_chosen_by_a_rule_and_counted()
     assert not plain.passes
 
 
+def scattering(plans, table, specs=FRESH):
+    """The truth with these plans' quartiles as far apart as half of their median, which hides a regret of 20 %."""
+    names = [Plan.parse(str(plan)) for plan in plans]
+    wide = {
+        key: replace(entry, spread_ms=0.5 * entry.time_ms) if key[0] in specs and key[1] in names else entry
+        for key, entry in table.entries.items()
+    }
+    return replace(table, entries=wide)
+
+
+@pytest.mark.parametrize("hidden", ["the choice", "the best"])
+def test_times_that_scatter_hide_a_regret_and_do_not_count(hidden):
+    """By 16 bits near:bf16 is chosen at both shapes, which takes nine times as long as far:bf16 at the second."""
+    slow = truth(LAWS | {"near:bf16": (0.02, 9.0, 0.002)}, FRESH[1:])
+    both = replace(truth(), entries={**truth(specs=FRESH[:1]).entries, **slow.entries})
+    (plain,) = summary_of(each for each in scores(both) if not each.asked.fp8)
+    assert (plain.choices, plain.unsteady) == (2, 0)
+    assert plain.worst > 1
+    (lost,) = (each for each in scores(both) if each.regret > 1 and not each.asked.fp8)
+    unsteady = scattering([lost.plan if hidden == "the choice" else lost.best], both, [lost.spec])
+    found = [each for each in scores(unsteady) if not each.asked.fp8]
+    assert [(each.spec, each.regret, each.steady) for each in found] == [
+        (each.spec, each.regret, each.spec != lost.spec) for each in scores(both) if not each.asked.fp8
+    ]
+    (clean,) = summary_of(found)
+    assert (clean.choices, clean.unsteady) == (1, 1)
+    assert clean.worst < 1
+
+
+def test_scatter_hides_no_choice_beyond_its_budget():
+    beyond = scattering(["far:fp8"], truth(LAWS | {"far:fp8": (0.3, 0.1, 0.5)}))
+    assert any(each.violations for each in summary_of(scores(beyond)))
+
+
 check = partial(attnbench, "table", "check")
+
+
+def test_the_command_says_what_scatters_and_scores_nothing_that_scatters_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("attnbench.kernels.registry.registry", lambda: KNOWN)
+    mine, fresh = tmp_path / "mine.json", tmp_path / "fresh.json"
+    lawful().save(mine)
+    scattering(LAWS, truth(specs=FRESH[:1])).save(fresh)
+    fails(check(mine, "--on", fresh), 2, "every time scatters by more than 20%", "idle")
+    table = scattering(LAWS, truth(specs=FRESH[:1]))
+    replace(table, entries={**table.entries, **truth(specs=FRESH[1:]).entries}).save(fresh)
+    run = check(mine, "--on", fresh)
+    assert run.returncode == 0
+    assert "2 of 4 choices are not scored" in run.stdout
 
 
 def test_the_command_scores_results_without_measuring_and_exits_by_the_bounds(tmp_path, monkeypatch):
