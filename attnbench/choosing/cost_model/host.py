@@ -106,7 +106,7 @@ class MeasuredHost:
     """The host's time of one plan where it was measured: the weighted median of the specs that know it.
 
     Which code runs depends most on the kind of batch and on whether heads are grouped, less on mask, softcap and head
-    dimension.
+    dimension.  The nearest code that was measured says how surely the time is known: weights are inverse variances.
     """
 
     def __init__(self, entries: Iterable[Entry]) -> None:
@@ -133,7 +133,7 @@ class MeasuredHost:
         ]
         shares = (np.cumsum(weights) - np.array(weights) / 2) / sum(weights)
         quarter, level, three = (float(np.interp(share, shares, self._times)) for share in (0.25, 0.5, 0.75))
-        return level, math.hypot((three - quarter) / 1.35, _LEAST_DEVIATION)
+        return level, math.hypot((three - quarter) / 1.35, _LEAST_DEVIATION / math.sqrt(max(weights)))
 
 
 def _code(spec: AttentionSpec) -> tuple[object, ...]:

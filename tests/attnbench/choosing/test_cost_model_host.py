@@ -4,6 +4,7 @@ from dataclasses import replace
 from statistics import NormalDist, median
 
 import pytest
+from fakes import an_environment
 from hypothesis import given
 from hypothesis import strategies as st
 from places import RESULTS
@@ -11,8 +12,9 @@ from places import RESULTS
 from attnbench import AttentionSpec, Mask, Plan
 from attnbench.choosing.cost_model.fit import Fit
 from attnbench.choosing.cost_model.host import longer
+from attnbench.choosing.cost_model.pool import PooledModel
 from attnbench.choosing.cost_model.predict import CostModel
-from attnbench.tables.table import Entry
+from attnbench.tables.table import Entry, Table
 
 PLAN = Plan("some:bf16")
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -46,6 +48,21 @@ def test_where_both_parts_are_known_each_is_predicted_by_the_specs_that_run_the_
     assert model.predict(PLAN, spec(768, kv_heads=1)).time_ms == pytest.approx(400.0, rel=0.1)
     far = spec(max(LENGTHS) * 64, batch=1)
     assert model.predict(PLAN, far).time_ms == pytest.approx(device(far), rel=0.3)
+
+
+def test_a_host_that_ran_other_code_tells_less_than_one_of_another_table_that_ran_this():
+    """As on an H200, whose table knew sdpa-efficient without groups, which an H100's had seen expanded at 2.5 times."""
+
+    def table(host: float, **more) -> Table:
+        places = [spec(length, **more) for length in LENGTHS]
+        entries = [replace(called(at, host), host_ms=host, device_ms=device(at)) for at in places]
+        return Table.from_entries(an_environment(), entries)
+
+    other, own = table(50.0), table(125.0, kv_heads=8)
+    asked = spec(768, kv_heads=8)
+    model = CostModel(other.entries.values())
+    assert model.predict(PLAN, asked).error > 3 * model.predict(PLAN, spec(768)).error
+    assert PooledModel([own, other]).predict(PLAN, asked).time_ms == pytest.approx(125.0, rel=0.1)
 
 
 def test_a_call_that_repeats_itself_is_believed_where_it_leaves_the_law_and_one_that_scatters_is_not():
