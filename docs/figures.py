@@ -292,6 +292,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "learning-rules": learning_rules,
     "models": models,
     "lengths": lengths,
+    "packing": lambda: _table(*training.packing()),
     "presets": presets,
     "policies": lambda: _table(*training.policies()),
     "ranks": lambda: _table(*training.ranks()),
@@ -306,6 +307,9 @@ FIGURES: dict[str, Callable[[], str]] = {
 }
 
 
+PICTURES: dict[str, Callable[[], bytes]] = {"explanation/packed-loss.svg": training.packed_loss}
+
+
 def _table(headers: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in (headers, ["---"] * len(headers), *lines))
 
@@ -315,9 +319,20 @@ def written(text: str) -> str:
     return BLOCK.sub(lambda block: f"{block[1]}\n{FIGURES[block['name']]()}\n\n{block[4]}", text)
 
 
+def labels(picture: bytes) -> list[str]:
+    """What is written in an SVG; where, and its lines, are the drawing library's."""
+    return re.findall(r">([^<>]+)</text>", picture.decode())
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Write all pages, or with ``--check`` say which are not up to date."""
+    """Write all pages and pictures, or with ``--check`` say which are not up to date."""
     stale = []
+    for name, draw in PICTURES.items():
+        picture, made = DOCS / name, draw()
+        if not picture.exists() or labels(picture.read_bytes()) != labels(made):
+            stale.append(picture)
+            if "--check" not in arguments:
+                picture.write_bytes(made)
     for page in sorted(DOCS.rglob("*.md")):
         text = page.read_text(encoding="utf-8")
         if (new := written(text)) != text:

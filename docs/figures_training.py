@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from attnbench.harness.report.page.figures import bytes_of, loss_figure
 from attnbench.harness.statistics import median_interval
 from attnbench.harness.training.judge.arms import Arm, arms_of, compare_arms, scaling_efficiency
 from attnbench.harness.training.judge.learning import pairs_of
@@ -18,15 +19,20 @@ from attnbench.harness.training.rows import ROWS, TrainingRun, read_runs
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 RESULTS = Path(__file__).resolve().parent.parent / "results"
-H200 = RESULTS / "nvidia-h200"
+H100, H200 = RESULTS / "nvidia-h100-80gb-hbm3", RESULTS / "nvidia-h200"
 _GAPS = (0.005, 0.0075, 0.01)  # losses that a verdict should find
 
 
 @cache
-def arms(*folders: str) -> tuple[Arm, ...]:
-    """Of committed trainings of the H200 that came to their end."""
-    runs = (run for folder in folders for run in read_runs(H200 / folder / ROWS))
+def arms(*folders: Path) -> tuple[Arm, ...]:
+    """Of committed trainings that came to their end."""
+    runs = (run for folder in folders for run in read_runs(folder))
     return tuple(arms_of([run for run in runs if run.status != "unfinished"]))
+
+
+def _folders(results: Path, *patterns: str) -> list[Path]:
+    """The folders with rows of trainings."""
+    return sorted({path.parent for each in patterns for path in results.glob(f"{each}/{ROWS}*")})
 
 
 @dataclass(frozen=True)
@@ -66,8 +72,8 @@ def _times_as_fast(run: TrainingRun | None, other: TrainingRun | None) -> tuple[
 def cells(results: Path = RESULTS) -> list[Cell]:
     """Every cell of ``results/GPU/steps``: by model, length, linears and GPU."""
     found: dict[tuple[object, ...], dict[str, TrainingRun]] = {}
-    for path in sorted(results.glob(f"*/steps/{ROWS}")):
-        for run in read_runs(path):
+    for folder in _folders(results, "*/steps"):
+        for run in read_runs(folder):
             said = run.settings
             place = (said["size"], said["seqlen"], said["linears"], run.environment.device_name, run.world)
             found.setdefault(place, {})[_named(run)] = run
@@ -176,11 +182,10 @@ def _ratio(found: tuple[float, float, float] | None) -> str:
 def turns(part: str, results: Path = RESULTS) -> list[list[TrainingRun]]:
     """The runs of ``results/GPU/part`` that took their steps in turn, by cell: each in the order of the choices."""
     found: dict[object, list[TrainingRun]] = {}
-    for path in sorted(results.glob(f"*/{part}/{ROWS}")):
-        for run in read_runs(path):
+    for folder in _folders(results, f"*/{part}"):
+        for run in read_runs(folder):
             if run.settings.get("interleaved"):
-                said = run.settings
-                found.setdefault((path, said["size"], said["seqlen"], said["batch"], said.get("packing")), []).append(
+                found.setdefault((folder, *(run.settings[each] for each in ("size", "seqlen", "batch"))), []).append(
                     run
                 )
     return list(found.values())
@@ -260,17 +265,44 @@ def recipe(results: Path = RESULTS) -> Table:
     return [*heads, "times as fast as the first"], lines
 
 
+def packing(results: Path = RESULTS) -> Table:
+    """Documents end to end over rows padded to the longest, in 16 bits and FP8, each with a model of its own."""
+    lines = []
+    for cell in turns("packing", results):
+        plain = next((run for run in cell if run.settings["packing"] == "packed"), cell[0])
+        for run in cell:
+            said = run.settings
+            share = "" if run.attention is None else f"{run.attention.share:.0%}"
+            shape = [_gpus(run), f"{said['seqlen']:,}", f"{run.units_per_step:,}", str(said["packing"])]
+            own = [share, _over(run, plain), _end(run, plain)]
+            lines.append([*shape, _choice(run), _plans(run), *_speed(run), *own])
+    heads = ["GPU", "longest", "tokens a step", "documents", "attention", "plan", "step", "tokens/s", "memory"]
+    return [*heads, "attention's share", "times as fast as packed torch", "loss of the last fifth"], lines
+
+
+def packed_loss() -> bytes:
+    """The loss of every choice of the shorter documents, as an SVG."""
+    cell = min(turns("packing"), key=lambda runs: runs[0].settings["seqlen"])
+    return bytes_of(loss_figure(arms_of(cell)), "svg")
+
+
+def _end(run: TrainingRun, first: TrainingRun) -> str:
+    """The mean loss of the last fifth of its steps, and how far it is from that of the first run after as many."""
+    if run.status not in _TIMED or not run.loss:
+        return ""
+    end, other = (float(np.mean(each.loss[-max(1, len(each.loss) // 5) :])) for each in (run, first))
+    return f"{end:.3f}" + ("" if run is first else f" ({end / other - 1:+.2%})")
+
+
 def policies(results: Path = RESULTS) -> Table:
     """What is kept and computed in which type: memory, speed and loss."""
     lines = []
     for cell in turns("policies", results):
         for run in cell:
             policy = str(run.settings["policy"])
-            end, first = (float(np.mean(each.loss[-max(1, len(each.loss) // 5) :])) for each in (run, cell[0]))
-            gap = "" if run is cell[0] else f" ({end / first - 1:+.2%})"
             own = _over(run, cell[0])
             lines.append([_gpus(run), f"`{policy}`", *_POLICIES[policy], *_speed(run), own, str(len(run.loss)),
-                          f"{end:.3f}{gap}"])  # fmt: skip
+                          _end(run, cell[0])])  # fmt: skip
     heads = ["GPU", "policy", "weights", "passes", "updated", "step", "a second", "memory"]
     return [*heads, "times as fast as the first", "steps", "loss of their last fifth"], lines
 
@@ -305,7 +337,7 @@ def _speed(run: TrainingRun) -> list[str]:
 
 def ranks() -> Table:
     """Two GPUs beside one."""
-    every = arms("ranks")
+    every = arms(H200 / "ranks")
     lines = []
     for arm in every:
         efficiency = scaling_efficiency(arm, every)
@@ -318,25 +350,25 @@ def ranks() -> Table:
 
 def learning() -> Table:
     """Loss curves of FP8 attention against 16 bits, of every folder of ``learning``, with the verdicts."""
-    folders = sorted(path.parent.relative_to(H200).as_posix() for path in H200.glob(f"learning/*/{ROWS}"))
     lines = []
-    for arm, baseline, said in compare_arms(arms(*folders)):
+    for arm, baseline, said in compare_arms(arms(*_folders(RESULTS, "*/learning", "*/learning/*"))):
         assert None not in (said.gap, said.low, said.high), "they ended"
         found = [sign for run in arm.runs for sign in run.signs]
         checks, breaches = sum(sign.checks for sign in found), sum(sign.breaches for sign in found)
         how = arm.first.settings
         lines.append([
+            _gpus(arm.first),
             f"{_part(arm.first)}, {how['steps']} steps of {how['batch']} × {how['seqlen']:,} tokens",
             *(f"`{_named(arm.first)}`", str(len(arm.runs)), f"{baseline.end:.4f}", f"{arm.end:.4f}"),
             f"{said.gap:+.2%} ({said.low:+.2%} to {said.high:+.2%})",
             *(said.verdict, f"{breaches} in {checks} checks" if checks else ""),
         ])  # fmt: skip
-    return ["model", "attention", "seeds", "loss, 16 bits", "loss", "gap", "verdict", "guard's breaches"], lines
+    return ["GPU", "model", "attention", "seeds", "loss, 16 bits", "loss", "gap", "verdict", "guard's breaches"], lines
 
 
-def scatter(*folders: str) -> float:
+def scatter(*folders: Path) -> float:
     """The standard deviation of the gaps between committed pairs of one baseline, all candidates together."""
-    runs = [run for folder in folders for run in read_runs(H200 / folder / ROWS)]
+    runs = [run for folder in folders for run in read_runs(folder)]
     squares, freedom = 0.0, 0
     for attention in {run.settings["attention"] for run in runs if run.role == "candidate"}:
         pair = [run for run in runs if run.role == "baseline" or run.settings["attention"] == attention]
@@ -347,10 +379,10 @@ def scatter(*folders: str) -> float:
 
 def seeds() -> Table:
     """How many seeds a verdict takes, with 90 %, at the scatter of GPT small's pairs, around it, and at D = 128."""
-    middle = scatter("learning/te", "learning/triton")
+    middle = scatter(H200 / "learning/te", H200 / "learning/triton")
     heads = ["scatter of a pair's gap", "3 seeds: chance of a verdict", "*equivalent* if there is no gap"]
     lines = []
-    for deviation in (middle / 2, middle, 1.3 * middle, scatter("learning/d128")):
+    for deviation in (middle / 2, middle, 1.3 * middle, scatter(H100 / "learning")):
         chance = 1 - chances(3, deviation)["inconclusive"]
         needed = [seeds_needed(deviation, gap) for gap in (0.0, *_GAPS)]
         lines.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from attnbench.files.json_text import validation_fault
 from attnbench.files.untrusted import check_schema, is_newer, open_regular
 from attnbench.text.printable import brief
 
-__all__ = ["Form", "TornLineError", "read_lines"]
+__all__ = ["Form", "TornLineError", "lines_file", "read_lines"]
 
 _Record = TypeVar("_Record", bound=BaseModel)
 
@@ -39,6 +40,14 @@ class Form(NamedTuple):
     longest_line: int
     largest_file: int
     older: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = MappingProxyType({})
+
+
+def lines_file(place: Path, name: str) -> Path:
+    """The file of lines of a path: the file itself, or the one of this name in a folder, compressed or not."""
+    if not os.path.isdir(place):
+        return place
+    plain, packed = place / name, place / f"{name}.gz"
+    return packed if packed.exists() and not plain.exists() else plain
 
 
 def read_lines(path: Path, record: type[_Record], form: Form) -> Iterator[_Record]:

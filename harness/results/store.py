@@ -11,6 +11,7 @@ from attnbench.files.lock import FileLock
 from attnbench.kernels.plan import Plan
 from attnbench.tables.environment import Environment
 
+from ..json_lines import lines_file
 from .records import MEASUREMENTS, Measurement, read_measurements
 
 __all__ = ["LOCK", "MEASUREMENTS", "TABLE", "Store", "measurements_file"]
@@ -23,10 +24,7 @@ _ROOM = 16 * _PAGE  # bytes that must be free when a sweep begins: some rows, or
 
 def measurements_file(place: Path) -> Path:
     """The file of measurements of a path: the file itself, or the one in a folder, compressed or not."""
-    if not os.path.isdir(place):
-        return place
-    plain, packed = place / MEASUREMENTS, place / f"{MEASUREMENTS}.gz"
-    return packed if packed.exists() and not plain.exists() else plain
+    return lines_file(place, MEASUREMENTS)
 
 
 class Store:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,7 +16,7 @@ from attnbench.tables.entry import LONGEST_MS, SHORTEST_MS
 from attnbench.tables.environment import Environment
 from attnbench.tables.record_fields import UtcTime
 
-from ..json_lines import Form, read_lines
+from ..json_lines import Form, lines_file, read_lines
 from ..measure.accuracy import LARGEST_ERROR
 from ..measure.clocks import Conditions
 
@@ -231,11 +230,11 @@ class TrainingRun(BaseModel):
 
 
 def read_runs(path: Path) -> Iterator[TrainingRun]:
-    """The runs of a JSON Lines file, or of the folder that holds ``training.jsonl``.
+    """The runs of a JSON Lines file, or of the folder that holds ``training.jsonl``, compressed or not.
 
     Raises MalformedFileError with the line and what was expected there.
     """
-    return read_lines(path / ROWS if os.path.isdir(path) else path, TrainingRun, _FORM)
+    return read_lines(lines_file(path, ROWS), TrainingRun, _FORM)
 
 
 def write_runs(path: Path, runs: Iterable[TrainingRun]) -> None:

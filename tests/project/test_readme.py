@@ -22,7 +22,7 @@ ROW = re.compile(r"\| `(.+?)` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) / ([\d.]+) \|"
 KEYS = re.compile(r"\| b1 h8 q(\d+) d128, V with a mean.* \| (\d+)k keys \| (\d+)k keys \| (\d+)k keys \|")
 DRIFT = re.compile(r"\| (`.+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|")
 ALWAYS = re.compile(r"\| (?:`(\S+)`|(torch's default)) ((?:\| (?:[\d.]+, [\d.]+)? ){4})\|")
-FRESH = re.compile(r"\| (NVIDIA .+?) \| (\d+) \| ([\d., %]+) \| ([\d., %]+) \|")
+FRESH = re.compile(r"\| (NVIDIA .+?) \| (\d+(?: of \d+)?) \| ([\d., %]+) \| ([\d., %]+) \|")
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def test_what_choosing_saves_comes_from_the_table_that_ships() -> None:
 
 def test_the_fresh_regret_is_that_of_the_coverage_table() -> None:
     """Which docs/figures.py writes (``test_docs_figures``)."""
-    pattern = r"\| (NVIDIA [^|]+) \|.*; 16 bits (\d+): ([\d., %]+); FP8 (\d+): ([\d., %]+%)(.*?) \|"
+    pattern = r"\| (NVIDIA [^|]+) \|.*; 16 bits ([\d of]+): ([\d., %]+); FP8 ([\d of]+): ([\d., %]+%)(.*?) \|"
     known = re.findall(pattern, (ROOT / "docs/tables.md").read_text(encoding="utf-8"))
     shown = [found.groups() for line in README if (found := FRESH.fullmatch(line))]
     assert len(known) == len(list((ROOT / "results").glob("*/fresh")))

@@ -13,6 +13,7 @@ from typing import TypeVar
 from attnbench.errors import MisuseError
 from attnbench.files.untrusted import open_regular
 
+from ...json_lines import lines_file
 from ...results.records import Measurement, read_measurements
 from ...results.store import measurements_file
 from ...training.rows import ROWS, TrainingRun, read_runs
@@ -78,7 +79,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _in(folder: Path) -> list[Path]:
-    return [file for file in (measurements_file(folder), folder / ROWS) if file.is_file()]
+    return [file for file in (measurements_file(folder), lines_file(folder, ROWS)) if file.is_file()]
 
 
 def _holds_training(path: Path) -> bool:

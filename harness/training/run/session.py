@@ -22,6 +22,7 @@ from attnbench.kernels.registry import registry
 from attnbench.tables.environment import Environment
 from attnbench.text.failure import in_one_line
 
+from ...json_lines import lines_file
 from ...measure.clocks import Conditions, Watch
 from ...measure.worker import is_out_of_memory
 from ...results.peaks import PEAK_TFLOPS
@@ -126,6 +127,8 @@ class Session:
 
     def _read(self) -> None:
         path = self.folder / ROWS
+        if lines_file(self.folder, ROWS) != path:
+            raise MisuseError(f"{self.folder} holds compressed runs, to be kept; name another folder with --out")
         if not path.exists() or not path.stat().st_size:
             return
         rows = list(read_runs(path))

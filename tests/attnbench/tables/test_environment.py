@@ -13,13 +13,14 @@ import torch
 from command_line import attnbench
 from hypothesis import given
 from hypothesis import strategies as st
-from places import ROOT
+from places import RESULTS
 
 from attnbench.errors import InputError
+from attnbench.harness.results.records import read_measurements
+from attnbench.harness.results.store import measurements_file
 from attnbench.kernels.registry import Registry
 from attnbench.state import forget
 from attnbench.tables.environment import Environment, own_commit
-from attnbench.tables.table import Table
 
 GPU = Environment(
     device_type="cuda", device_name="NVIDIA H200", device_count=8, capability="9.0", driver="580.159", cuda="13.0",
@@ -62,8 +63,9 @@ def test_another_origin_of_a_backend_is_hard_where_both_know_it():
     assert GPU.differences(gone) == ([], ["the backend fa3 is no longer available"])
 
 
-def test_the_committed_table_binds_as_it_did_when_it_was_written():
-    taken_in = Table.load(ROOT / "results/nvidia-h200/quick/table.json").environment
+def test_committed_rows_bind_as_they_did_when_they_were_written():
+    rows = read_measurements(measurements_file(RESULTS / "nvidia-h200/quick"))
+    taken_in = max(rows, key=lambda row: row.started).environment
     assert taken_in.key == "8e4db5d8fc57"
     assert Environment.from_dict(taken_in.to_dict()) == taken_in
 

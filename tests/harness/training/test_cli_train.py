@@ -1,5 +1,6 @@
 """``attnbench train`` as a newcomer runs it, and what it refuses."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from typer.testing import CliRunner
 
 from attnbench.cli import app
 from attnbench.errors import AttnbenchError, InputError, MalformedFileError, MisuseError
+from attnbench.harness.report.page.results import read_results
 from attnbench.harness.report.training import PAGE, PICTURE
 from attnbench.harness.training.rows import read_runs
 
@@ -64,6 +66,18 @@ def test_another_arm_is_added_and_the_baseline_is_not_run_again(trained) -> None
     rows = json.loads(result.stdout)
     assert len(rows) == 7
     assert {key: row.started for row in read_runs(folder) if (key := row.key) in before} == before
+
+
+def test_compressed_runs_are_shown_and_reported_and_never_added_to(trained, tmp_path) -> None:
+    _, folder = trained
+    packed = tmp_path / "packed"
+    packed.mkdir()
+    (packed / "training.jsonl.gz").write_bytes(gzip.compress((folder / "training.jsonl").read_bytes()))
+    assert [row.key for row in read_runs(packed)] == [row.key for row in read_runs(folder)]
+    assert _run("--show", str(packed)).stdout == _run("--show", str(folder)).stdout
+    assert len(read_results([packed]).runs) == len(list(read_runs(folder)))
+    with pytest.raises(MisuseError, match="holds compressed runs"):
+        _run("--steps", "1", *TINY, "--resume", "--out", str(packed))
 
 
 def test_folders_are_shown_side_by_side_with_their_prices(trained) -> None:

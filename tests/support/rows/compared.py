@@ -21,7 +21,7 @@ HERE = an_environment(
     device_type="cuda", device_name="a GPU", capability="9.0", power_cap_w=700, backends={"fa3": "3.0"}
 )
 COMMITTED = RESULTS / "nvidia-h200"
-QUICK = COMMITTED / "quick" / "measurements.jsonl"
+QUICK = COMMITTED / "quick" / "measurements.jsonl.gz"
 WIDE = Terms(limits=Limits(time=0.1))  # rows like these could show so much, and not 3 %
 VISIT = 5  # samples
 
