@@ -90,7 +90,7 @@ def test_each_sequence_of_wide_heads_has_the_gradients_that_it_has_alone(
         assert alike(found, alone, 0.0)
 
 
-@settings(max_examples=examples(3, 60), deadline=None, phases=PHASES)
+@settings(max_examples=examples(6, 60), deadline=None, phases=PHASES)
 @given(
     documents(
         50, MASKS, softcap=st.sampled_from([0.0, 2.0]), head_dim_v=st.sampled_from([24, 32]),

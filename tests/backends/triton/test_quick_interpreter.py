@@ -1,0 +1,65 @@
+"""The interpreter that these tests run in gives the bits and the errors of Triton's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from packed import Documents, answers
+from quick_interpreter import WRITTEN_FOR, quicker_parts
+
+from attnbench import Mask
+
+pytest.importorskip("triton")
+import triton
+
+if not triton.__version__.startswith(WRITTEN_FOR):
+    pytest.skip(f"Triton {triton.__version__} is interpreted as it comes", allow_module_level=True)
+
+from attnbench.backends.triton.interpreter import interpreted
+
+if not interpreted():
+    pytest.skip("kernels are compiled here, which the tests in tests/gpu run", allow_module_level=True)
+
+import triton.language as tl
+from triton.runtime.errors import InterpreterError
+
+from attnbench.backends.triton import TritonForward
+from attnbench.backends.triton.backward.contract import KERNELS
+from attnbench.backends.triton.forward.tiles import Tile
+
+
+@pytest.fixture
+def own() -> Iterator[pytest.MonkeyPatch]:
+    """Triton's own interpreter, until what this yields is undone."""
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name, _ in quicker_parts():
+            quicker = getattr(owner, name)  # without a ``__wrapped__`` the tests of this folder would run in Triton's
+            before = replace(quicker, sanitize_overflow=True) if name == "options" else quicker.__wrapped__
+            patch.setattr(owner, name, before)
+        yield patch
+
+
+def test_a_packed_batch_has_the_same_bits(own: pytest.MonkeyPatch) -> None:
+    """Whose kernels load and store with masks, call functions, loop, reduce, multiply matrices and round to FP8."""
+    batch = Documents(((20, 5), (0, 3)), Mask(right=0), heads=(1, 1))
+    forward = TritonForward("fp8-token-hadamard", Tile(16, 32, 4, 2, interleaved=True))
+    expected = answers(batch, forward, KERNELS[0])
+    own.undo()
+    for found, wanted in zip(answers(batch, forward, KERNELS[0]), expected, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+
+
+@triton.jit
+def _misfits(x, length: tl.constexpr, other: tl.constexpr):
+    tl.store(x + tl.arange(0, length), tl.arange(0, length) + tl.arange(0, other))
+
+
+@pytest.mark.parametrize(("length", "other", "said"), [(16, 32, "incompatible dimensions"), (16, 12, "power of 2")])
+def test_what_is_no_block_is_an_error_each_time(length: int, other: int, said: str) -> None:
+    for _ in range(2):
+        with pytest.raises(InterpreterError, match=said):
+            _misfits[(1,)](torch.zeros(32, dtype=torch.int32), length, other)
+    assert tl.core.is_builtin(tl.load), "a launch that failed has taken back what it patched"

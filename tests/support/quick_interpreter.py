@@ -1,0 +1,117 @@
+"""Triton's interpreter without the work that it repeats for each operation: the same bits in a fifth of the time.
+
+Blocks of tests are small, so that nearly all of the time is Python's, in bookkeeping: the language patched again for
+each call of a function, checks of integers whose result nobody reads, types and shapes made anew for each number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache, wraps
+from typing import Any
+
+import pytest
+
+__all__ = ["WRITTEN_FOR", "QuickerParts", "quick_interpreter", "quicker_parts"]
+
+WRITTEN_FOR = "3.6."  # of Triton; any other one's interpreter is left as it is
+
+QuickerParts = list[tuple[Any, str, Any]]  # objects, the names of their attributes, and the quicker ones
+
+
+@contextmanager
+def quick_interpreter() -> Iterator[None]:
+    """Within it, Triton's interpreter is quick; nothing changes where kernels are compiled or Triton is another one."""
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name, quicker in quicker_parts():
+            patch.setattr(owner, name, quicker)
+        yield
+
+
+def quicker_parts() -> QuickerParts:
+    """What takes the place of what; each function has the one that it replaces as ``__wrapped__``."""
+    try:
+        import triton
+        from triton import language
+        from triton.runtime import interpreter
+    except ImportError:
+        return []
+    from attnbench.backends.triton.interpreter import interpreted
+
+    if not interpreted() or not triton.__version__.startswith(WRITTEN_FOR):
+        return []
+    core, builder = language.core, interpreter.interpreter_builder
+    parts: QuickerParts = [
+        (interpreter, "_patch_lang", _patched_once(interpreter._patch_lang, interpreter, language)),
+        (interpreter, "_get_np_dtype", _looked_up(interpreter._get_np_dtype, core)),
+        (core.block_type, "__init__", _block_type(core.block_type.__init__, core)),
+        (core.tensor, "__init__", _tensor(core.tensor.__init__, core)),
+    ]
+    if not builder.options.debug:  # alone reads what a check of an integer for overflow found
+        parts.append((builder, "options", replace(builder.options, sanitize_overflow=False)))
+    return parts
+
+
+def _patched_once(original: Callable[[Any], Any], interpreter: Any, language: Any) -> Callable[[Any], Any]:
+    """Each call of a function within a kernel patches the language that the kernel's launch has patched."""
+
+    @cache
+    def seen(function: Any) -> list[Any]:
+        return [x for x in (language, language.core) if any(x is each for each in function.__globals__.values())]
+
+    @wraps(original)
+    def patch(function: Any) -> Any:
+        members = [each for x in seen(function) for each in (x.load, x.tensor.__add__)]
+        if not members or any(map(language.core.is_builtin, members)):
+            return original(function)
+        return interpreter._LangPatchScope()
+
+    return patch
+
+
+def _looked_up(original: Callable[[Any], Any], core: Any) -> Callable[[Any], Any]:
+    """NumPy's dtype for one of Triton's, whose table is otherwise made for each question."""
+    known: dict[str, Any] = {}
+
+    @wraps(original)
+    def look_up(dtype: Any) -> Any:
+        name = (dtype.element_ty if isinstance(dtype, core.block_type) else dtype).name
+        if name not in known:
+            known[name] = original(dtype)
+        return known[name]
+
+    return look_up
+
+
+def _block_type(original: Callable[..., None], core: Any) -> Callable[..., None]:
+    """What follows from a block's dtype and shape is found out once for each of them."""
+    known: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    @wraps(original)
+    def init(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *(x.value if isinstance(x, core.constexpr) else x for x in shape))
+        if key not in known:
+            original(self, element_ty, shape)
+            known[key] = dict(vars(self))
+            known[key]["of_tensor"] = core.constexpr(self.numel), core.tuple([core.constexpr(x) for x in self.shape])
+        vars(self).update(known[key], element_ty=element_ty)
+
+    return init
+
+
+def _tensor(original: Callable[..., None], core: Any) -> Callable[..., None]:
+    """A tensor has what its type knows of its shape."""
+    of_scalar = core.constexpr(1), core.tuple([])
+
+    @wraps(original)
+    def init(self: Any, handle: Any, type: Any) -> None:
+        found = getattr(type, "of_tensor", None) if type.is_block() else of_scalar
+        if found is None:  # its type was made by Triton's own constructor
+            original(self, handle, type)
+            return
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = found
+
+    return init
