@@ -4,11 +4,18 @@ import pytest
 import torch
 from compared import results, row, times
 
+from attnbench import Plan
+from attnbench.harness.compare.gate import sides as gate_sides
+from attnbench.harness.compare.gate import worker as gate_worker
 from attnbench.harness.compare.gate.rounds import read_rounds, rounds_of, rounds_text
 from attnbench.harness.compare.gate.rows import brief_timer, choose_rows, gate_rows
+from attnbench.harness.compare.gate.sides import Question
 from attnbench.harness.compare.terms import Terms
+from attnbench.harness.measure import cores
+from attnbench.harness.measure.cores import core_for
 from attnbench.harness.measure.timing import Timer
 from attnbench.problem.spec import AttentionSpec
+from attnbench.state import Cache
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 
@@ -40,6 +47,35 @@ def test_two_runs_beside_the_anchor_are_taken_to_differ(device, recorded, same_g
     (found,) = gate_rows([row()], Terms(), device, None, recorded, same_gpu=same_gpu)
     assert {cost: each.run for cost, each in found.series.items()} == {"prepared": prepared, "host": host}
     assert {cost: each.limit for cost, each in found.series.items()} == {"prepared": 0.03, "host": 1.0}
+
+
+@pytest.mark.skipif(core_for(0) is None, reason="this system cannot move threads to a core")
+def test_both_sides_time_on_one_core_of_a_gpus_host(monkeypatch):
+    """Which is this process's own: a core apiece could differ by what else runs there."""
+    timed = []
+
+    class Started:
+        def __init__(self, setting, **_):
+            with monkeypatch.context() as in_its_process:
+                in_its_process.setattr(cores, "_claims", Cache(lasting=True))
+                timed.append(gate_worker._made(setting).core)
+
+        def start(self):
+            pass
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(gate_worker, "GateWorker", lambda _, timer: timer)
+    monkeypatch.setattr(gate_sides, "Worker", Started)
+    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=64, head_dim=64)
+    asked = Question(0, ("a", Plan.parse("near:bf16")), spec, "normal")
+    with gate_sides.Sides(CUDA, None) as sides:
+        sides.start([asked])
+    assert timed == [core_for(0)] * 2
+    assert (
+        gate_worker._made({"source": "", "device": "cuda:0", "threads": torch.get_num_threads()}).core is not None
+    )  # by an older release
 
 
 def test_on_a_cpu_a_call_is_one_cost_and_a_backward_is_for_training():
