@@ -72,6 +72,16 @@ def without_code(page: str) -> str:
     return " ".join(" ".join(words).split())
 
 
+@pytest.mark.parametrize("name", figures.PICTURES)
+def test_pictures_are_what_their_command_draws(name: str) -> None:
+    """Label by label; the drawing library places them."""
+    drawn = figures.labels(figures.PICTURES[name]())
+    assert figures.labels((DOCS / name).read_bytes()) == drawn
+    assert len(drawn) > 10
+    shown = [page for page in PAGES.values() if f"]({name.rpartition('/')[2]})" in page.read_text(encoding="utf-8")]
+    assert [page.parent for page in shown] == [(DOCS / name).parent]
+
+
 @pytest.mark.parametrize("page", [name for name, path in PAGES.items() if "<!-- figures" in path.read_text("utf-8")])
 def test_tables_are_what_their_command_writes(page: str) -> None:
     text = PAGES[page].read_text(encoding="utf-8")
