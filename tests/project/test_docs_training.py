@@ -144,7 +144,7 @@ def test_what_the_page_says_of_learning_at_d_128_is_in_the_rows() -> None:
     }
     assert re.fullmatch(r"\+[\d.]+% \(\+[\d.]+% to \+[\d.]+%\)", found["`te:fp8>te:fp8`"]["gap"])
     assert all(each["guard's breaches"].startswith("0 in ") for each in found.values())
-    (higher,) = re.findall(r"ended ([\d.]+) % higher", (ROOT / "README.md").read_text(encoding="utf-8"))
+    (higher,) = re.findall(r"ended\s+([\d.]+) % higher", (ROOT / "README.md").read_text(encoding="utf-8"))
     assert found["`te:fp8>te:fp8`"]["gap"].startswith(f"+{higher}%")
 
 
