@@ -185,9 +185,8 @@ def turns(part: str, results: Path = RESULTS) -> list[list[TrainingRun]]:
     for folder in _folders(results, f"*/{part}"):
         for run in read_runs(folder):
             if run.settings.get("interleaved"):
-                found.setdefault((folder, *(run.settings[each] for each in ("size", "seqlen", "batch"))), []).append(
-                    run
-                )
+                cell = folder, *(run.settings[each] for each in ("size", "seqlen", "batch"))
+                found.setdefault(cell, []).append(run)
     return list(found.values())
 
 
