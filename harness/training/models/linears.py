@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -113,9 +114,20 @@ def _check(block: nn.Module, kind: Linears, tokens: int) -> None:
             raise InputError(f"linears={kind} take sizes by {_MULTIPLE}, and {name} is {sizes}")
 
 
+@cache
+def _uncompiled(linear: type[nn.Module]) -> type[nn.Module]:
+    """The class, left alone by torch.compile.
+
+    TransformerEngine 2.20 runs its Linear eagerly where the compiler cannot follow it, but from a frame that is
+    compiled anew for each linear of a model, and torch gives up after a few.
+    """
+    body = {"forward": torch.compiler.disable(linear.forward), "__module__": linear.__module__}
+    return type(linear.__name__, (linear,), body)
+
+
 def _te_linear(te: Any, old: nn.Linear) -> nn.Module:
     weight = old.weight
-    new: nn.Module = te.Linear(
+    new: nn.Module = _uncompiled(te.Linear)(
         old.in_features, old.out_features, bias=old.bias is not None, params_dtype=weight.dtype, device=weight.device
     )
     with torch.no_grad():
