@@ -72,6 +72,15 @@ class Trial:
         self._check(values)
         return operands, values
 
+    def call(self) -> None:
+        """Make the whole call once.
+
+        A process's first one imports parts of torch for autograd (sympy, a second), and may compile: not while others
+        wait to be timed.
+        """
+        self._call()
+        self.synchronize()
+
     def _check(self, values: _Values) -> None:
         """Raise AttnbenchError if an answer has the wrong dtype, or lacks its log-sum-exp."""
         wanted = gradient_dtype(self.case.case.spec)

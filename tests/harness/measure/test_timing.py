@@ -135,3 +135,18 @@ def test_a_host_that_is_held_up_once_spoils_no_more_than_one_sample(monkeypatch,
     taken = Timer(GPU, visit=0.01, limit=0.3, patience=0.015).take(call)
     assert not taken.host_bound
     assert statistics.median(taken.device_ms) == pytest.approx(device * 1e3, abs=0.02)
+
+
+def test_what_a_first_call_imports_is_not_waited_for_again(monkeypatch):
+    gpu, calls = simulated(monkeypatch), []
+
+    def call():
+        gpu.host(0.0005 if calls else 4.0)
+        calls.append(1)
+        gpu.launch(0.001)
+
+    taken = Timer(GPU, visit=0.01, limit=0.3, patience=0.015).take(call)
+    assert gpu.now < 4.1
+    assert not taken.host_bound
+    assert taken.device_ms == pytest.approx([1.0] * len(taken.device_ms), abs=0.02)
+    assert len(taken.device_ms) > 3

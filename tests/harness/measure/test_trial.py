@@ -104,6 +104,15 @@ def test_a_kernel_finds_every_family_at_one_address_and_a_negated_one(monkeypatc
     assert holds(bench, CAUSAL.families[0])
 
 
+@pytest.mark.parametrize("prove", [False, True])
+def test_what_is_prepared_has_been_called_whole(monkeypatch, prove):
+    called = []
+    monkeypatch.setattr(trial, "_call_of", lambda execution, _: lambda: called.append(execution.plan))
+    bench = bench_of(monkeypatch)
+    bench.prepare(HONEST, prove)
+    assert called == [HONEST]
+
+
 def test_each_family_is_judged_against_its_own_truth(monkeypatch):
     def blind(call, q, k, v):
         if torch.equal(v, inputs_of(CAUSAL, CAUSAL.families[1])[2]):

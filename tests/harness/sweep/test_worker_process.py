@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from patience import PATIENCE
@@ -15,10 +16,12 @@ from places import SUPPORT
 from planted import CPU
 from stations import LONG, NOTED, noted, runs, wait_until
 
+from attnbench.errors import OutputError
 from attnbench.harness.cases.case import Case
 from attnbench.harness.measure.findings import Opened, Prepared
 from attnbench.harness.measure.timing import Timer
 from attnbench.harness.measure.worker import Setting
+from attnbench.harness.sweep import worker_process
 from attnbench.harness.sweep.worker_process import LostError, Worker
 from attnbench.kernels.plan import Plan
 from attnbench.problem.spec import AttentionSpec
@@ -129,6 +132,43 @@ def test_a_process_that_cannot_be_started_is_the_reason_and_leaves_nothing_open(
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+TELLING = """
+import sys
+from multiprocessing.connection import Connection
+
+def main(descriptor, parent):
+    connection = Connection(descriptor)
+    for value in (None, (sys.dont_write_bytecode, sys.pycache_prefix)):
+        connection.recv()
+        connection.send(("done", value))
+"""
+
+
+def homeless():
+    raise OutputError("this user has no home folder")
+
+
+@pytest.mark.parametrize(
+    ("kept", "compiled", "home"),
+    [(False, False, True), (False, True, True), (True, False, True), (False, False, False)],
+)
+def test_what_python_compiles_is_kept_where_neither_it_nor_a_compiled_torch_would_be(
+    monkeypatch, tmp_path, kept, compiled, home
+):
+    (tmp_path / "telling.py").write_text(TELLING)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "" if kept else "1")
+    monkeypatch.setattr(sys, "dont_write_bytecode", not kept)
+    torch = SimpleNamespace(cached=__file__ if compiled else str(tmp_path / "torch.pyc"))
+    monkeypatch.setattr(worker_process, "find_spec", lambda _: torch)
+    monkeypatch.setattr(worker_process, "cache_folder", (lambda: tmp_path) if home else homeless)
+    worker = Worker(None, module="telling")
+    usual = (not kept, sys.pycache_prefix)
+    told = worker.ask("tell", seconds=PATIENCE)
+    worker.close()
+    assert told == (usual if kept or compiled or not home else (False, str(tmp_path / "bytecode")))
+
+
 def test_a_segmentation_fault_says_where(worker):
     found = lost(worker, "segfaults")
     assert (found.status, found.died) == ("crashed", True)
@@ -154,6 +194,7 @@ def test_a_hang_ends_in_time_with_all_that_it_started(worker, notes):
 SWEEP = """
 import sys
 from planted import CPU
+from attnbench.harness.sweep import worker_process
 from attnbench.harness.sweep.worker_process import Worker
 from test_worker_process import CASE, SETTING, plan
 worker = Worker(SETTING)
