@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ..kernels.capabilities import Device
-from ..kernels.plan import Plan
+from ..kernels.plan import Plan, backend_of
 from ..kernels.registry import Registry
 from ..problem.spec import AttentionSpec
 from ..tables.environment import Environment
@@ -24,6 +24,10 @@ _QUESTIONS = (Asked(False), Asked(True))
 # A plan may win if it is predicted to be slower by at most so many standard errors of the ratio, or this factor.  Of
 # 1,860 plans measured in full on an H200 these kept 715, each case's fastest among them; a factor of 1.3 lost one.
 _SURE, _FASTER = 3.0, 1.5
+# The same of a plan whose kernels must be compiled before its first look, which takes most of a sweep.  Of 1,581 such
+# plans measured on an H100 and an H200 these keep 1,044, the fastest of each of 762 choices among them; 1.5 and 1.15
+# lost one.
+_SURE_COMPILING, _FASTER_COMPILING = 2.0, 1.2
 
 # On regret: the geometric mean without and with FP8, the 90th percentile, the worst; the share that a rule may decide.
 BOUNDS = (0.02, 0.03, 0.08, 0.20, 0.02)
@@ -71,7 +75,8 @@ def contenders(
     """The plans that may be the fastest at a spec by the tables, and those chosen.
 
     A plan is left out if what the tables choose, without FP8 for a 16-bit plan, is predicted to be surely faster
-    (``_SURE``, ``_FASTER``).  True for each plan that the tables choose, with or without FP8.
+    (``_SURE``, ``_FASTER``; less surely if the plan must be compiled first).  True for each plan that the tables
+    choose, with or without FP8.
     """
     plans, model = list(plans), Evidence(spec, tables).model
     chosen = {asked.fp8: _choice(spec, plans, tables, known, device, asked) for asked in _QUESTIONS}
@@ -82,7 +87,9 @@ def contenders(
         own = model.predict(plan, spec)
         if own is None or rival is None or not rival.time_ms:
             return True
-        gap = max(math.log(_FASTER), _SURE * model.gap_error(plan, rival.plan, spec))
+        compiles = any(known.backend(backend_of(kernel)).compiles for kernel in plan.kernels)
+        sure, faster = (_SURE_COMPILING, _FASTER_COMPILING) if compiles else (_SURE, _FASTER)
+        gap = max(math.log(faster), sure * model.gap_error(plan, rival.plan, spec))
         return math.log(own.time_ms / rival.time_ms) <= gap
 
     return {plan: plan in required for plan in plans if plan in required or may_win(plan)}

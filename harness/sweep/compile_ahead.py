@@ -22,7 +22,7 @@ from .worker_process import LostError, Worker
 __all__ = ["FirstRuns", "usable_cores"]
 
 _FEWEST = 4  # first runs; fewer are through before more processes have started
-_MOST_PROCESSES = 24  # each holds a context of the device, half a GB
+_BYTES = 2 * 2**30  # of the device's memory for each process: its context is half a GB, and a case may need more
 
 
 class FirstRuns:
@@ -36,7 +36,8 @@ class FirstRuns:
         self.first_ms: dict[tuple[str, Plan], float] = {}
         self._setup = setup
         self._waiting = deque(_first_runs(work, setup)) if setup.device.type == "cuda" else deque()
-        count = min(_MOST_PROCESSES, usable_cores() * 3 // 4, len(self._waiting))
+        memory = setup.environment.memory_bytes or _BYTES
+        count = min(memory // _BYTES, usable_cores(), len(self._waiting))
         if count < 2 or len(self._waiting) < _FEWEST:
             self._waiting.clear()
             count = 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
 from statistics import median
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from pydantic import ValidationError
@@ -156,7 +156,7 @@ class DeviceSweep:
             self._look(race.doubtful(), race, lost)
             if entrants := race.entrants():
                 self._drop([plan for plan in prepared if plan not in entrants])
-                race.timed.update(self._time(case, entrants, lost, replay=False, beaten=_BEATEN))
+                race.timed.update(self._time(case, entrants, lost, replay=False, beaten=_BEATEN, required=required))
             finalists = race.finalists()
             if not (entrants or finalists):
                 break
@@ -282,7 +282,7 @@ class DeviceSweep:
         return {plan: found[plan] for plan in plans}
 
     def _time(
-        self, case: Case, plans: Sequence[Plan], lost: dict[Plan, LostError], *, replay: bool = True, **how: float
+        self, case: Case, plans: Sequence[Plan], lost: dict[Plan, LostError], *, replay: bool = True, **how: Any
     ) -> dict[Plan, Samples]:
         steady = partial(self._watch.steady, time.perf_counter())
         emulated = self._emulated(plans)

@@ -89,14 +89,16 @@ def interleave(
     steady: Callable[[], bool],
     brief: Collection[Plan] = (),
     beaten: float = _BEATEN,
+    required: Collection[Plan] = (),
 ) -> dict[Plan, Samples]:
     """Visit the plans forwards and backwards in turn (ABBA) until each has enough samples or is clearly slower.
 
     Slower is a plan whose call takes ``beaten`` times as long as that of the fastest, and a 16-bit plan as that of the
     fastest 16-bit one: these are compared with each other too.
-    ``brief`` plans, whose times are not compared with others', are visited in the first round only.  Before that,
-    visits whose samples are discarded warm the device until it is ``steady``.  The order is drawn from ``seed``, so
-    that no plan follows the same plan in every case.  A plan whose visit returns None gets no samples.
+    ``required`` plans are visited until they have enough, however slow they are.  ``brief`` plans, whose times are not
+    compared with others', are visited in the first round only.  Before that, visits whose samples are discarded warm
+    the device until it is ``steady``.  The order is drawn from ``seed``, so that no plan follows the same plan in every
+    case.  A plan whose visit returns None gets no samples.
     """
     order = list(plans)
     random.Random(seed).shuffle(order)
@@ -121,7 +123,7 @@ def interleave(
             for plan in going
             if plan in rivals
             and not rivals[plan].enough(timer)
-            and not _beaten(rivals[plan], beaten * fastest[plan.fp8], timer)
+            and (plan in required or not _beaten(rivals[plan], beaten * fastest[plan.fp8], timer))
         ]
     return samples
 

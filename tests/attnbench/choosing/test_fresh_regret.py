@@ -86,6 +86,23 @@ def test_what_may_win_is_kept_with_the_choices_and_what_is_surely_slower_is_not(
         assert required == {each.plan for each in fresh_scores(truth(laws), tables, known) if each.spec == at}
 
 
+@pytest.mark.parametrize("compiles", [False, True])
+def test_what_must_be_compiled_is_left_out_sooner(compiles):
+    """It is 35 % slower, and the measurements follow the law so well that there is no doubt."""
+    near, other = Plan.parse("near:bf16"), Plan.parse("other:bf16")
+    known = fake_registry(
+        fake_backend("near", FakeForward("near:bf16")),
+        fake_backend("other", FakeForward("other:bf16"), compiles=compiles),
+    )
+    laws = {"near:bf16": LAWS["near:bf16"], "other:bf16": (0.02, 2.7, 0.002)}
+    tables = Known.of(truth(laws, specs=[spec(2**n, 2 ** (14 - n), mask) for n in range(9, 15) for mask in MASKS]))
+    here = an_environment()
+    for at in FRESH:
+        found = contenders(at, [near, other], tables, known, Device(here.device_type, here.device_name))
+        assert (other in found) == (not compiles)
+        assert found[near]
+
+
 def test_what_the_table_knows_of_the_very_shape_is_forgotten():
     """A table that claims the slow plan to be fast at the fresh shape alone: by it, the choice would be wrong."""
     at = FRESH[0]

@@ -35,7 +35,7 @@ def ahead(monkeypatch):
     """FirstRuns of work on a GPU that is not there, and the stations that are asked."""
     stations = []
 
-    def made(work, answer=lambda method, case, plan: 1.0, device="cuda", cores=8):
+    def made(work, answer=lambda method, case, plan: 1.0, device="cuda", cores=8, memory=2**36):
         def station(setting):
             assert setting.threads == 1  # each has a core
             stations.append(Station(answer))
@@ -44,6 +44,7 @@ def ahead(monkeypatch):
         monkeypatch.setattr(module, "Worker", station)
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
         here = replace(setup(), device=torch.device(device))
+        here = replace(here, environment=replace(here.environment, memory_bytes=memory))
         monkeypatch.setattr(type(here), "registry", compiling())
         return FirstRuns(work, here), stations
 
@@ -65,13 +66,20 @@ def test_each_compiling_kernel_and_pair_of_one_backend_is_compiled_once_a_case(a
 
 
 @pytest.mark.parametrize(
-    ("count", "device", "cores"), [(3, "cpu", 8), (1, "cuda", 8), (3, "cuda", 2)], ids=["cpu", "little", "few cores"]
+    ("count", "device", "cores"), [(3, "cpu", 8), (1, "cuda", 8), (3, "cuda", 1)], ids=["cpu", "little", "one core"]
 )
 def test_it_is_not_done_where_it_would_not_pay(ahead, count, device, cores):
     first, stations = ahead([(case, [COMPILED, MIXED]) for case in CASES[:count]], device=device, cores=cores)
     assert not first.needed
     assert first.run() == {}
     assert stations == []
+
+
+@pytest.mark.parametrize(("cores", "gigabytes", "count"), [(8, 64, 6), (4, 64, 4), (8, 9, 4), (8, 3, 0)])
+def test_there_are_as_many_processes_as_cores_and_the_memory_allow(ahead, cores, gigabytes, count):
+    work = [(case, [COMPILED, MIXED]) for case in CASES]
+    _, stations = ahead(work, cores=cores, memory=gigabytes * 2**30)
+    assert len(stations) == count
 
 
 def test_what_fails_here_is_passed_over_and_the_rest_is_compiled(ahead):
