@@ -280,6 +280,11 @@ def lengths() -> str:
     return _table(figures_lengths.HEADERS, figures_lengths.lengths_rows())
 
 
+def layouts() -> str:
+    """What packed documents cost beside other layouts of them."""
+    return _table(figures_lengths.LAYOUT_HEADERS, figures_lengths.layout_rows(ROOT / "results", "packed"))
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "accumulator": accumulator,
     "backends": backends,
@@ -291,6 +296,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "learning": lambda: _table(*training.learning()),
     "learning-rules": learning_rules,
     "models": models,
+    "layouts": layouts,
     "lengths": lengths,
     "packing": lambda: _table(*training.packing()),
     "presets": presets,

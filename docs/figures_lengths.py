@@ -1,13 +1,31 @@
-"""The rows of the table in docs/how-to/lengths.md of who serves sequences of unequal length, from the kernels."""
+"""The tables of docs/how-to/lengths.md: who serves sequences of unequal length, and what each layout costs."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from attnbench.harness.formatting import number
+from attnbench.harness.report.alternatives import asked
+from attnbench.harness.report.sentences import fastest
+from attnbench.harness.results.records import Measurement, read_measurements
+from attnbench.harness.results.store import measurements_file
 from attnbench.kernels.capabilities import Capabilities
 from attnbench.kernels.plan import backend_of
 from attnbench.kernels.registry import registry
 from attnbench.problem.lengths_kind import Batch
 
 HEADERS = ("backend", "on", "precision", "packed", "padded", "NaN and infinity of a sequence")
+LAYOUT_HEADERS = (
+    "GPU",
+    "documents",
+    "heads",
+    "direction",
+    "packed, 16 bits",
+    "packed, FP8",
+    "times as fast",
+    "padded rows with lengths",
+    "padding computed",
+)
 _PADDED: tuple[Batch, ...] = ("padded", "left-padded")
 _DEVICES = {"cpu": "CPU", "cuda": "CUDA"}
 
@@ -51,3 +69,41 @@ def _passes(forwards: dict[str, Capabilities], backwards: dict[str, Capabilities
     if forward and backward:
         return "both passes"
     return "forward" if forward else "backward" if backward else "no"
+
+
+def layout_rows(results: Path, preset: str) -> list[list[str]]:
+    """What the same sequences cost in each layout, by its fastest accurate plan, in milliseconds a call; of every GPU
+    with rows of the preset in a folder of that name.
+    """
+    rows = []
+    for folder in sorted(results.glob(f"*/{preset}")):
+        same: dict[object, dict[str, list[Measurement]]] = {}
+        for row in read_measurements(measurements_file(folder)):
+            if row.lengths is not None and row.lengths.drawn is not None:
+                layouts = same.setdefault(asked(row.spec, row.lengths), {})
+                layouts.setdefault(row.lengths.layout, []).append(row)
+        rows += [_costs(layouts) for layouts in same.values() if "packed" in layouts]
+    return rows
+
+
+def _costs(layouts: dict[str, list[Measurement]]) -> list[str]:
+    first = layouts["packed"][0]
+    assert first.lengths is not None and first.lengths.drawn is not None, "kept above"
+    drawn, spec = first.lengths.drawn, first.spec
+    documents = f"{drawn.distribution}, {'of' if drawn.mean is None else 'mean'} {drawn.mean or drawn.longest:,.0f}"
+    heads = f"{spec.heads}" if spec.heads == spec.kv_heads else f"{spec.heads} over {spec.kv_heads}"
+    packed = [_best(layouts["packed"], fp8=fp8) for fp8 in (False, True)]
+    ratio = number(packed[0].median_ms() / packed[1].median_ms()) if packed[0] and packed[1] else ""
+    others = [
+        _best([row for name in names for row in layouts.get(name, [])]) for names in (("padded", "left-padded"), ("dense",))
+    ]
+    gpu = first.environment.device_name.removeprefix("NVIDIA ").partition(" ")[0]
+    return [gpu, documents, heads, spec.direction, *map(_ms, packed), ratio, *map(_ms, others)]
+
+
+def _best(rows: list[Measurement], fp8: bool | None = None) -> Measurement | None:
+    return next(iter(fastest(row for row in rows if fp8 in (None, row.plan.fp8))), None)
+
+
+def _ms(row: Measurement | None) -> str:
+    return "" if row is None else f"{number(row.median_ms())} ms, `{row.plan}`"

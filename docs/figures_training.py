@@ -20,6 +20,7 @@ from attnbench.harness.training.rows import ROWS, TrainingRun, read_runs
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 H100, H200 = RESULTS / "nvidia-h100-80gb-hbm3", RESULTS / "nvidia-h200"
+_ANEW = 3  # times the median: compiling takes seconds
 _GAPS = (0.005, 0.0075, 0.01)  # losses that a verdict should find
 
 
@@ -66,7 +67,16 @@ class Cell:
 def _times_as_fast(run: TrainingRun | None, other: TrainingRun | None) -> tuple[float, float, float] | None:
     if run is None or other is None or run is other or not (run.samples_ms and other.samples_ms):
         return None
-    return median_interval([theirs / ours for ours, theirs in zip(run.samples_ms, other.samples_ms, strict=False)])
+    pairs = list(zip(run.samples_ms, other.samples_ms, strict=False))
+    return median_interval([theirs / ours for ours, theirs in pairs[max(_compiling(run), _compiling(other)) :]])
+
+
+def _compiling(run: TrainingRun) -> int:
+    """How many timed steps of a compiled model passed until the last in which it was compiled anew."""
+    if not run.settings["compile"]:
+        return 0
+    usual = float(np.median(run.samples_ms))
+    return max((number for number, ms in enumerate(run.samples_ms, 1) if ms > _ANEW * usual), default=0)
 
 
 def cells(results: Path = RESULTS) -> list[Cell]:
@@ -256,11 +266,11 @@ def recipe(results: Path = RESULTS) -> Table:
         for run in cell:
             compiled = "compiled" if run.settings["compile"] else "launched"
             own = _over(run, cell[0])
-            share = "" if run.attention is None else f"{run.attention.share:.0%}"
+            own_ms = "" if run.attention is None else f"{_attention_ms(run):,.0f} ms"
             plan = _plans(run)
             named = _choice(run) if _choice(run).strip("`") == plan.strip("`") else f"{_choice(run)}: {plan}"
-            lines.append([_gpus(run), str(run.settings["linears"]), named, compiled, *_speed(run), share, own])
-    heads = ["GPU", "linears", "attention", "blocks", "step", "a second", "memory", "attention's share"]
+            lines.append([_gpus(run), str(run.settings["linears"]), named, compiled, *_speed(run), own_ms, own])
+    heads = ["GPU", "linears", "attention", "blocks", "step", "tokens/s", "memory per GPU", "attention takes"]
     return [*heads, "times as fast as the first"], lines
 
 

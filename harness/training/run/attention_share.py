@@ -144,11 +144,13 @@ def _inner_us(event: Any, compiled: bool) -> float:
 
 
 def _busy_us(events: Sequence[Any]) -> float:
-    """How long anything ran on the GPU: overlapping kernels count once."""
+    """How long anything ran on the GPU: overlapping kernels count once, and NCCL's, which wait for other ranks, never."""
     spans = sorted(
         (event.time_range.start, event.time_range.end)
         for event in events
-        if event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False)
+        if event.device_type.name == "CUDA"
+        and not getattr(event, "is_user_annotation", False)
+        and not event.name.startswith("nccl")
     )
     busy = until = 0.0
     for start, end in spans:

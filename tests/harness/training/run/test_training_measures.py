@@ -4,6 +4,7 @@ import math
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from attnbench.harness.training.config import TrainConfig
 from attnbench.harness.training.models.attention import AttentionCore
 from attnbench.harness.training.report.summary import report
 from attnbench.harness.training.run import warning_signs
-from attnbench.harness.training.run.attention_share import share_of_attention
+from attnbench.harness.training.run.attention_share import _busy_us, share_of_attention
 from attnbench.harness.training.run.loop import LoopOptions, train, warm_up_steps
 from attnbench.harness.training.run.parallel import Ranks
 from attnbench.harness.training.run.session import Session, plan_runs
@@ -93,6 +94,16 @@ def test_a_recomputation_that_ends_inside_attention_closes_its_range() -> None:
 
 def test_without_attention_there_is_no_share() -> None:
     assert share_of_attention([lambda: None], [], CPU, compiled=False) is None
+
+
+def test_a_gpu_is_busy_while_it_computes_and_not_while_it_waits_for_other_ranks() -> None:
+    def event(name: str, start: float, end: float, device: str = "CUDA") -> SimpleNamespace:
+        span = SimpleNamespace(start=start, end=end)
+        return SimpleNamespace(name=name, time_range=span, device_type=SimpleNamespace(name=device))
+
+    events = [event("gemm", 0, 10), event("attention", 5, 20), event("host", 0, 500, "CPU"), event("norm", 30, 31)]
+    assert _busy_us(events) == 21
+    assert _busy_us([*events, event("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgs)", 0, 400)]) == 21
 
 
 def test_torchs_own_operators_are_found_in_a_compiled_model() -> None:
