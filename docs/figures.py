@@ -281,8 +281,8 @@ def lengths() -> str:
 
 
 def layouts() -> str:
-    """What packed documents cost beside other layouts of them."""
-    return _table(figures_lengths.LAYOUT_HEADERS, figures_lengths.layout_rows(ROOT / "results", "packed"))
+    """What packed sequences cost beside other layouts of them."""
+    return _table(figures_lengths.LAYOUT_HEADERS, figures_lengths.layout_rows(ROOT / "results"))
 
 
 FIGURES: dict[str, Callable[[], str]] = {

@@ -17,8 +17,9 @@ from attnbench.problem.lengths_kind import Batch
 HEADERS = ("backend", "on", "precision", "packed", "padded", "NaN and infinity of a sequence")
 LAYOUT_HEADERS = (
     "GPU",
-    "documents",
+    "lengths",
     "heads",
+    "D",
     "direction",
     "packed, 16 bits",
     "packed, FP8",
@@ -71,15 +72,15 @@ def _passes(forwards: dict[str, Capabilities], backwards: dict[str, Capabilities
     return "forward" if forward else "backward" if backward else "no"
 
 
-def layout_rows(results: Path, preset: str) -> list[list[str]]:
+def layout_rows(results: Path) -> list[list[str]]:
     """What the same sequences cost in each layout, by its fastest accurate plan, in milliseconds a call; of every GPU
-    with rows of the preset in a folder of that name.
+    with rows of the presets ``packed`` and ``padded`` in folders of these names.
     """
     rows = []
-    for folder in sorted(results.glob(f"*/{preset}")):
+    for folder in sorted((*results.glob("*/packed"), *results.glob("*/padded"))):
         same: dict[object, dict[str, list[Measurement]]] = {}
         for row in read_measurements(measurements_file(folder)):
-            if row.lengths is not None and row.lengths.drawn is not None:
+            if row.lengths is not None:
                 layouts = same.setdefault(asked(row.spec, row.lengths), {})
                 layouts.setdefault(row.lengths.layout, []).append(row)
         rows += [_costs(layouts) for layouts in same.values() if "packed" in layouts]
@@ -87,18 +88,17 @@ def layout_rows(results: Path, preset: str) -> list[list[str]]:
 
 
 def _costs(layouts: dict[str, list[Measurement]]) -> list[str]:
-    first = layouts["packed"][0]
-    assert first.lengths is not None and first.lengths.drawn is not None, "kept above"
-    drawn, spec = first.lengths.drawn, first.spec
-    documents = f"{drawn.distribution}, {'of' if drawn.mean is None else 'mean'} {drawn.mean or drawn.longest:,.0f}"
+    spec, lengths = layouts["packed"][0].spec, layouts["packed"][0].lengths
+    drawn = None if lengths is None else lengths.drawn
+    assert drawn is not None, "a preset's are drawn"
+    documents = f"{drawn.distribution}, {'to' if drawn.mean is None else 'mean'} {drawn.mean or drawn.longest:,.0f}"
     heads = f"{spec.heads}" if spec.heads == spec.kv_heads else f"{spec.heads} over {spec.kv_heads}"
-    packed = [_best(layouts["packed"], fp8=fp8) for fp8 in (False, True)]
-    ratio = number(packed[0].median_ms() / packed[1].median_ms()) if packed[0] and packed[1] else ""
-    others = [
-        _best([row for name in names for row in layouts.get(name, [])]) for names in (("padded", "left-padded"), ("dense",))
-    ]
-    gpu = first.environment.device_name.removeprefix("NVIDIA ").partition(" ")[0]
-    return [gpu, documents, heads, spec.direction, *map(_ms, packed), ratio, *map(_ms, others)]
+    exact, narrow = (_best(layouts["packed"], fp8) for fp8 in (False, True))
+    ratio = number(exact.median_ms() / narrow.median_ms()) if exact and narrow else ""
+    padded = _best([*layouts.get("padded", []), *layouts.get("left-padded", [])])
+    others = [_ms(exact), _ms(narrow), ratio, _ms(padded), _ms(_best(layouts.get("dense", [])))]
+    gpu = layouts["packed"][0].environment.device_name.removeprefix("NVIDIA ").partition(" ")[0]
+    return [gpu, documents, heads, str(spec.head_dim), spec.direction, *others]
 
 
 def _best(rows: list[Measurement], fp8: bool | None = None) -> Measurement | None:

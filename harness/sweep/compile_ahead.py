@@ -74,7 +74,10 @@ class FirstRuns:
                 break
             try:
                 first_ms = worker.ask("compile", case, plan, seconds=self._setup.seconds)
-            except LostError:
+            except LostError as lost:
+                if lost.status == "oom" and case.spec.batch > 1 and case.lengths is None:
+                    # Beside others there is too little memory; the code is nearly always that of any batch.
+                    self._waiting.append((replace(case, spec=case.spec.replace(batch=1)), plan))
                 continue
             self.first_ms[case.name, plan] = first_ms
         worker.close()

@@ -144,7 +144,7 @@ def _inner_us(event: Any, compiled: bool) -> float:
 
 
 def _busy_us(events: Sequence[Any]) -> float:
-    """How long anything ran on the GPU: overlapping kernels count once, and NCCL's, which wait for other ranks, never."""
+    """How long anything ran on the GPU: overlapping kernels count once, NCCL's, which wait for other ranks, never."""
     spans = sorted(
         (event.time_range.start, event.time_range.end)
         for event in events

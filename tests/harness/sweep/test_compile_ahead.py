@@ -93,6 +93,21 @@ def test_what_fails_here_is_passed_over_and_the_rest_is_compiled(ahead):
     assert not any(station.alive for station in stations)
 
 
+@pytest.mark.parametrize(("batch", "status", "asked"), [(4, "oom", [4, 1]), (1, "oom", [1]), (4, "error", [4])])
+def test_what_has_no_memory_beside_others_is_compiled_for_a_batch_of_one(ahead, batch, status, asked):
+    def answer(method, case, plan):
+        if case.name == "large" and case.spec.batch == batch:
+            raise LostError(status, "no more", died=False)
+        return float(case.spec.batch)
+
+    large = Case("large", SPEC.replace(batch=batch))
+    first, stations = ahead([(case, [COMPILED]) for case in (large, *CASES)], answer)
+    first_ms = first.run()
+    sent = [case.spec.batch for station in stations for _, _, case, _ in station.asked if case.name == "large"]
+    assert sorted(sent, reverse=True) == asked
+    assert first_ms.get(("large", COMPILED)) == (1.0 if len(asked) > 1 else None)
+
+
 def test_an_interrupt_ends_every_process(ahead, monkeypatch):
     under_way, killed = threading.Semaphore(0), threading.Event()
 
