@@ -14,13 +14,22 @@ from ..text.printable import brief
 from .lengths_kind import LengthsKind
 from .mask import Mask
 
-__all__ = ["DTYPES", "FP8_DTYPES", "GRANULARITIES", "AttentionSpec", "Direction", "Granularity"]
+__all__ = [
+    "DTYPES",
+    "FORWARDS_IN_TRAINING",
+    "FP8_DTYPES",
+    "GRANULARITIES",
+    "AttentionSpec",
+    "Direction",
+    "Granularity",
+]
 
 Direction = Literal["forward", "training"]
 Granularity = Literal["tensor", "head", "block", "token"]
 GRANULARITIES: tuple[Granularity, ...] = get_args(Granularity)
 FP8_DTYPES = ("e4m3", "e5m2")
 DTYPES = ("fp64", "fp32", "bf16", "fp16", *FP8_DTYPES)
+FORWARDS_IN_TRAINING = 3.5  # operations of both passes in those of a forward, as FlashAttention's papers count them
 _SIZES = ("batch", "heads", "kv_heads", "seqlen_q", "seqlen_kv", "head_dim", "head_dim_v")
 _LARGEST_SIZE = 2**31 - 1  # the largest length that every library here can index; a typo beyond it allocates nothing
 
@@ -203,9 +212,9 @@ class AttentionSpec:
     def flops(self) -> float:
         """Floating-point operations of exact attention over the visible (query, key) pairs.
 
-        Forward: two products, 2·(D + Dv) a pair.  The backward counts 2.5 forwards, as in FlashAttention's papers;
-        training is both.  Of lengths a spec knows the number, the total and the longest: ``LengthsKind.typical``
-        sequences then stand for all; padded rows count as full.
+        Forward: two products, 2·(D + Dv) a pair.  Training is ``FORWARDS_IN_TRAINING`` of them.  Of lengths a spec
+        knows the number, the total and the longest: ``LengthsKind.typical`` sequences then stand for all; padded rows
+        count as full.
         """
         count, queries, keys = float(self.batch), self.seqlen_q, self.seqlen_kv
         if self.lengths is not None and self.lengths.total_q is not None:
@@ -231,7 +240,7 @@ class AttentionSpec:
 
     def _operations(self, pairs: float) -> float:
         forward = 2.0 * pairs * self.heads * (self.head_dim + self.head_dim_v)
-        return forward * 3.5 if self.training else forward
+        return forward * FORWARDS_IN_TRAINING if self.training else forward
 
     def __str__(self) -> str:
         """A short name, the same for equal specs and different for different ones."""

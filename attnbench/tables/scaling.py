@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ..kernels.plan import Plan, precision_of
-from ..problem.spec import AttentionSpec
+from ..problem.spec import FORWARDS_IN_TRAINING, AttentionSpec
 from .entry import Entry
 from .environment import Environment
 from .gpu_models import GPU_MODELS, GpuModel
@@ -143,7 +143,7 @@ def _series(entry: Entry) -> tuple[object, ...]:
 def _operations(plan: Plan, spec: AttentionSpec, rates: Rates, least: bool = False) -> Iterator[tuple[float, str]]:
     """(ms at the peak, precision) of each pass; ``least``: of the fewest operations that the spec may have."""
     whole = spec.least_flops if least else spec.flops
-    forward = whole * spec.replace(direction="forward").flops / max(spec.flops, 1.0)
+    forward = whole / FORWARDS_IN_TRAINING if spec.training else whole
     for kernel, flops in zip(plan.kernels, (forward, whole - forward), strict=False):
         yield flops / rates.operations(precision_of(kernel)) / 1e9, precision_of(kernel)
 

@@ -90,6 +90,19 @@ def test_the_device_s_part_is_scaled_however_long_the_host_made_the_shortest_cal
     assert shortest(4.0) == shortest(0.1) > 0.2
 
 
+def test_each_pass_is_scaled_by_the_rate_of_its_own_precision():
+    """To a GPU that is slower in 8 bits alone."""
+    at, fast = spec(seqlen_q=65536, direction="training"), GPU_MODELS["NVIDIA H200"]
+    slow = replace(fast, tflops={**fast.tflops, "fp8": fast.tflops["fp8"] / 4})
+    took = {
+        plan: scaled_ms(Plan.parse(plan), at, 1e-3, 0.0, Rates(fast), Rates(slow))
+        for plan in ("slow:bf16>slow:bf16", "fast:fp8>slow:bf16", "fast:fp8>fast:fp8")
+    }
+    exact, mixed, narrow = took.values()
+    # Of the peak's time the FP8 forward takes one part of six: its operations are one of 3.5, at twice the rate.
+    assert (mixed - exact) / (narrow - exact) == pytest.approx(1 / 6, rel=0.02)
+
+
 @given(CALLS, RATES)
 def test_equal_rates_change_nothing(call, rates):
     at, plan, time = call

@@ -11,6 +11,7 @@ from planted import FakeBackward, FakeForward, backend, setup
 from stations import Station, wait_until
 
 from attnbench.harness.cases.case import Case
+from attnbench.harness.sequence_lengths import SequenceLengths
 from attnbench.harness.sweep import compile_ahead as module
 from attnbench.harness.sweep.compile_ahead import FirstRuns
 from attnbench.harness.sweep.worker_process import LostError
@@ -93,14 +94,22 @@ def test_what_fails_here_is_passed_over_and_the_rest_is_compiled(ahead):
     assert not any(station.alive for station in stations)
 
 
-@pytest.mark.parametrize(("batch", "status", "asked"), [(4, "oom", [4, 1]), (1, "oom", [1]), (4, "error", [4])])
-def test_what_has_no_memory_beside_others_is_compiled_for_a_batch_of_one(ahead, batch, status, asked):
+PACKED = SequenceLengths(layout="packed", q=(8,) * 4)
+
+
+@pytest.mark.parametrize(
+    ("batch", "lengths", "status", "asked"),
+    [(4, None, "oom", [4, 1]), (1, None, "oom", [1]), (4, None, "error", [4]), (4, PACKED, "oom", [4])],
+)
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_has_no_memory_beside_others_is_compiled_for_a_batch_of_one(ahead, batch, lengths, status, asked):
     def answer(method, case, plan):
         if case.name == "large" and case.spec.batch == batch:
             raise LostError(status, "no more", died=False)
         return float(case.spec.batch)
 
-    large = Case("large", SPEC.replace(batch=batch))
+    sizes = {"batch": batch, "seqlen_q": 16} if lengths is None else lengths.sizes()
+    large = Case("large", AttentionSpec.make(heads=1, head_dim=8, direction="training", **sizes), lengths=lengths)
     first, stations = ahead([(case, [COMPILED]) for case in (large, *CASES)], answer)
     first_ms = first.run()
     sent = [case.spec.batch for station in stations for _, _, case, _ in station.asked if case.name == "large"]

@@ -12,6 +12,7 @@ from attnbench.harness.cases.case import Case
 from attnbench.harness.measure.bench import Bench
 from attnbench.harness.measure.findings import Visit
 from attnbench.harness.results.condense import condense
+from attnbench.harness.sweep import device_sweep
 from attnbench.harness.sweep.device_sweep import DeviceSweep, PhaseStarted
 from attnbench.harness.sweep.interleave import Samples
 from attnbench.harness.sweep.race import Race
@@ -153,8 +154,16 @@ def test_who_lost_at_a_first_look_is_neither_proved_nor_judged(shop, paces):
     assert {entry.plan: entry.time_ms for entry in condense(rows.values())}[SLOW] == 10.0
 
 
-def test_a_required_plan_is_measured_in_full(shop, paces):
+def test_a_required_plan_is_measured_in_full(shop, paces, monkeypatch):
+    timed, named = device_sweep.interleave, []
+
+    def noting(plans, *rest, required=(), **how):
+        named.append(list(required))
+        return timed(plans, *rest, required=required, **how)
+
+    monkeypatch.setattr(device_sweep, "interleave", noting)
     assert raced([QUICK, SLOW, EXACT], [SLOW])[SLOW].status == "ok"
+    assert named == [[SLOW]]
 
 
 @pytest.mark.parametrize(("pace", "status"), [(0.1, "ok"), (100.0, "slower")])
