@@ -121,8 +121,8 @@ def _uncompiled(linear: type[nn.Module]) -> type[nn.Module]:
     TransformerEngine 2.20 runs its Linear eagerly where the compiler cannot follow it, but from a frame that is
     compiled anew for each linear of a model, and torch gives up after a few.
     """
-    body = {"forward": torch.compiler.disable(linear.forward), "__module__": linear.__module__}
-    return type(linear.__name__, (linear,), body)
+    forward = torch.compiler.disable(linear.forward)  # type: ignore[no-untyped-call]
+    return type(linear.__name__, (linear,), {"forward": forward, "__module__": linear.__module__})
 
 
 def _te_linear(te: Any, old: nn.Linear) -> nn.Module:
