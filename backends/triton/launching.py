@@ -16,6 +16,7 @@ from torch import Tensor
 from .blocks import Piece, tensor_of
 from .descriptors import Described, all_of
 from .direct import Start, starter
+from .hashing import hash_in_order
 from .interpreter import interpreted
 
 __all__ = ["KEPT", "Launch", "Launches", "on"]
@@ -41,6 +42,8 @@ class Launch:
     def __init__(
         self, kernel: Any, grid: tuple[int, int, int], constants: tuple[Any, ...], options: Mapping[str, Any]
     ) -> None:
+        for each in (kernel, *constants):
+            hash_in_order(each)
         self.kernel, self.grid, self.constants, self.options = kernel, grid, constants, dict(options)
         self._start: dict[int, Callable[..., None]] = {}
         self._again: dict[int | None, Start] = {}
