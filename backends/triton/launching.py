@@ -42,7 +42,7 @@ class Launch:
     def __init__(
         self, kernel: Any, grid: tuple[int, int, int], constants: tuple[Any, ...], options: Mapping[str, Any]
     ) -> None:
-        for each in (kernel, *constants):
+        for each in () if _INTERPRETED else (kernel, *constants):
             hash_in_order(each)
         self.kernel, self.grid, self.constants, self.options = kernel, grid, constants, dict(options)
         self._start: dict[int, Callable[..., None]] = {}
