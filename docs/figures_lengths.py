@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from attnbench.harness.formatting import number
-from attnbench.harness.report.alternatives import asked
+from attnbench.harness.report.alternatives import sequences_key
 from attnbench.harness.report.sentences import fastest
 from attnbench.harness.results.records import Measurement, read_measurements
 from attnbench.harness.results.store import measurements_file
@@ -81,7 +81,7 @@ def layout_rows(results: Path) -> list[list[str]]:
         same: dict[object, dict[str, list[Measurement]]] = {}
         for row in read_measurements(measurements_file(folder)):
             if row.lengths is not None:
-                layouts = same.setdefault(asked(row.spec, row.lengths), {})
+                layouts = same.setdefault(sequences_key(row.spec, row.lengths), {})
                 layouts.setdefault(row.lengths.layout, []).append(row)
         rows += [_costs(layouts) for layouts in same.values() if "packed" in layouts]
     return rows

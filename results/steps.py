@@ -53,7 +53,7 @@ from attnbench.harness.training.run.trainable import build
 SETTINGS: dict[str, Any] = get_type_hints(TrainConfig) | {"slices": int, "graphs": bool}
 _NOT_SET = ("attention", "fp8", "max_error", "steps")  # which a choice and --rounds say
 _ROWS = 16  # of the head, which matrix products want a multiple of
-_WARM = 3  # rounds that are not timed: the first compiles, and the next two other numbers of documents
+_WARM = 3  # rounds that are not timed: of packed documents the third still compiled
 _RATE = 1e-5  # of choices that share a model: of no consequence for times, and small enough for every size
 
 

@@ -14,15 +14,7 @@ from ..text.printable import brief
 from .lengths_kind import LengthsKind
 from .mask import Mask
 
-__all__ = [
-    "DTYPES",
-    "FORWARDS_IN_TRAINING",
-    "FP8_DTYPES",
-    "GRANULARITIES",
-    "AttentionSpec",
-    "Direction",
-    "Granularity",
-]
+__all__ = ["DTYPES", "FORWARDS_IN_TRAINING", "FP8_DTYPES", "GRANULARITIES", "AttentionSpec", "Direction", "Granularity"]
 
 Direction = Literal["forward", "training"]
 Granularity = Literal["tensor", "head", "block", "token"]

@@ -42,8 +42,8 @@ class Launch:
     def __init__(
         self, kernel: Any, grid: tuple[int, int, int], constants: tuple[Any, ...], options: Mapping[str, Any]
     ) -> None:
-        for each in () if _INTERPRETED else (kernel, *constants):
-            hash_in_order(each)
+        if not _INTERPRETED:
+            hash_in_order(kernel)
         self.kernel, self.grid, self.constants, self.options = kernel, grid, constants, dict(options)
         self._start: dict[int, Callable[..., None]] = {}
         self._again: dict[int | None, Start] = {}

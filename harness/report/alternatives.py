@@ -11,7 +11,7 @@ from ..results.records import Measurement
 from ..sequence_lengths import BatchLayout, SequenceLengths
 from .sentences import fastest
 
-__all__ = ["Key", "alternatives", "asked", "key_of"]
+__all__ = ["Key", "alternatives", "key_of", "sequences_key"]
 
 Key = tuple[AttentionSpec, SequenceLengths | None]
 _SAID: dict[BatchLayout, str] = {
@@ -42,7 +42,7 @@ def alternatives(rows: Iterable[Measurement]) -> Mapping[Key, str]:
     for (spec, lengths), own in cases.items():
         assert lengths is not None, "kept above"
         if best := fastest(own):
-            same.setdefault(asked(spec, lengths), {})[lengths.layout] = best[0]
+            same.setdefault(sequences_key(spec, lengths), {})[lengths.layout] = best[0]
     said = {}
     for layouts in same.values():
         for layout, own_best in layouts.items():
@@ -59,7 +59,7 @@ def _beside(best: Measurement, other: Measurement, layout: BatchLayout) -> str:
     return f"{_SAID[layout]} {times} ({number(other.median_ms())} ms, {other.plan})"
 
 
-def asked(spec: AttentionSpec, lengths: SequenceLengths) -> tuple[object, ...]:
+def sequences_key(spec: AttentionSpec, lengths: SequenceLengths) -> tuple[object, ...]:
     """What is the same in every layout of some sequences."""
     mask = spec.mask.left, spec.mask.right
     heads = spec.heads, spec.kv_heads, spec.head_dim, spec.head_dim_v
