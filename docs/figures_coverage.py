@@ -17,7 +17,7 @@ from attnbench.kernels.plan import backend_of
 from attnbench.kernels.registry import registry
 from attnbench.tables.table import Table
 from attnbench.tables.user_table import tables_for
-from attnbench.testing.conformance_file import ReadReport, read_report
+from attnbench.testing.conformance.file import ReadReport, read_report
 
 HEADERS = ("GPU", "measured with", "shapes", "plans", "conformance", "fresh regret", "confirmed by")
 

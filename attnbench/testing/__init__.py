@@ -1,6 +1,6 @@
 """For authors of kernels, and for attnbench itself: what proves that a fault would be noticed."""
 
-from .conformance import check_backend
-from .conformance_report import Finding, Report
+from .conformance.report import Finding, Report
+from .conformance.suite import check_backend
 
 __all__ = ["Finding", "Report", "check_backend"]

@@ -14,7 +14,7 @@ from ..output import print_text
 if TYPE_CHECKING:
     from ...harness.results.records import Measurement
     from ...tables.table import Table
-    from ...testing.conformance_file import ReadReport
+    from ...testing.conformance.file import ReadReport
 
 __all__ = ["submit"]
 
@@ -66,7 +66,7 @@ def submit(
         faults += found.faults if found else [] if faults else ["there is no measurement in them"]
     reports = _read_reports(conformance, faults)
     if table is not None:
-        from ...testing.conformance_file import report_faults
+        from ...testing.conformance.file import report_faults
 
         faults += report_faults(table, reports)
     if faults or table is None:
@@ -132,7 +132,7 @@ def _read_sweeps(results: Sequence[Path], faults: list[str]) -> dict[str, list[M
 
 
 def _read_reports(folder: Path | None, faults: list[str]) -> list[ReadReport]:
-    from ...testing.conformance_file import read_report
+    from ...testing.conformance.file import read_report
 
     reports: list[ReadReport] = []
     for path in sorted(folder.glob("*.md")) if folder else ():
@@ -159,7 +159,7 @@ def _tell_what_is_open(table: Table, reports: Sequence[ReadReport], conformance:
     from ...harness.results.submission import agreement
     from ...tables.shipped import shipped_table_path
     from ...tables.table import Table
-    from ...testing.conformance_file import uncovered
+    from ...testing.conformance.file import uncovered
 
     if conformance is None:
         print_text("conformance is not shown; `--conformance FOLDER` reads the reports of `attnbench check`")

@@ -9,7 +9,7 @@ import pytest
 from command_line import expect, named
 
 from attnbench.kernels.registry import Registry, registry
-from attnbench.testing import conformance
+from attnbench.testing.conformance import suite
 from attnbench.testing.faults import BACKEND as PLANTED
 
 GOOD, BAD = "reference:fp64", "planted:fp8-zeros"
@@ -20,8 +20,8 @@ check = partial(expect, "check", "--device", "cpu")
 @pytest.fixture(autouse=True)
 def planted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels with planted faults are installed."""
-    monkeypatch.setattr(conformance, "installed", lambda: Registry([*registry().backends.values(), PLANTED]))
-    monkeypatch.setattr(conformance, "CHECKS", tuple(each for each in conformance.CHECKS if each.name in NEEDED))
+    monkeypatch.setattr(suite, "installed", lambda: Registry([*registry().backends.values(), PLANTED]))
+    monkeypatch.setattr(suite, "CHECKS", tuple(each for each in suite.CHECKS if each.name in NEEDED))
 
 
 def test_a_good_kernel_exits_0_and_its_report_is_written(tmp_path: Path) -> None:

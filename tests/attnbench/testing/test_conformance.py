@@ -21,8 +21,9 @@ from attnbench.errors import AttnbenchError, UnknownBackendError
 from attnbench.kernels.capabilities import Capabilities
 from attnbench.kernels.contract import Availability, Backend, BackwardKernel, ForwardKernel, Operands, Result
 from attnbench.kernels.registry import Registry
-from attnbench.testing import Report, check_backend, conformance
-from attnbench.testing.conformance_checks import CHECKS
+from attnbench.testing import Report, check_backend
+from attnbench.testing.conformance import suite
+from attnbench.testing.conformance.checks import CHECKS
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -88,7 +89,7 @@ def test_our_own_kernels_pass(name: str) -> None:
 
 @pytest.fixture
 def growth_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conformance, "CHECKS", tuple(each for each in CHECKS if each.name == "growth"))
+    monkeypatch.setattr(suite, "CHECKS", tuple(each for each in CHECKS if each.name == "growth"))
 
 
 @pytest.mark.usefixtures("growth_alone")
@@ -146,7 +147,7 @@ def test_a_kernel_that_loses_the_gpu_is_told_with_its_spec_and_nothing_else_is_a
             return Result(result.out * 2, result.lse) if after == 26 else result
 
     reason = "AcceleratorError: CUDA error: an illegal memory access was encountered"
-    monkeypatch.setattr(conformance, "_device_error", lambda device: reason if len(ran) >= after else None)
+    monkeypatch.setattr(suite, "_device_error", lambda device: reason if len(ran) >= after else None)
     report = check(Losing())
     (failure,) = report.failures
     assert failure.said.endswith(reason)
@@ -157,7 +158,7 @@ def test_a_kernel_that_loses_the_gpu_is_told_with_its_spec_and_nothing_else_is_a
 
 
 def test_the_report_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conformance, "CHECKS", tuple(each for each in CHECKS if each.name == "alignment"))
+    monkeypatch.setattr(suite, "CHECKS", tuple(each for each in CHECKS if each.name == "alignment"))
     check_backend("reference:fp32", "cpu")
     printed = capsys.readouterr().out
     assert re.search(r"passed +alignment +\d+ specs", printed)
@@ -199,5 +200,5 @@ def test_what_this_machine_s_user_has_measured_changes_nothing(monkeypatch: pyte
         raise AssertionError("the user's own table was asked for")
 
     monkeypatch.setattr(selector, "known_tables", read)
-    monkeypatch.setattr(conformance, "CHECKS", tuple(each for each in CHECKS if each.name == "refusals"))
+    monkeypatch.setattr(suite, "CHECKS", tuple(each for each in CHECKS if each.name == "refusals"))
     assert check(Forward()).ok

@@ -10,8 +10,8 @@ from submitted import H200, honest
 from attnbench.errors import MalformedFileError
 from attnbench.harness.results.condense import join_sweeps
 from attnbench.tables.table import Table
-from attnbench.testing.conformance_file import read_report, report_faults, uncovered
-from attnbench.testing.conformance_report import Finding, Outcome, Report
+from attnbench.testing.conformance.file import read_report, report_faults, uncovered
+from attnbench.testing.conformance.report import Finding, Outcome, Report
 
 TABLE = join_sweeps({"a folder": honest()})
 COMMITTED = sorted((ROOT / "results").glob("*/conformance/*.md"))

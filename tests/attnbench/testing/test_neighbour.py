@@ -19,8 +19,8 @@ from attnbench import AttentionSpec, Mask, Plan
 from attnbench.backends.reference import BACKEND as REFERENCE
 from attnbench.kernels.contract import Availability, Backend, Operands, Result
 from attnbench.kernels.registry import Registry
-from attnbench.testing import conformance_conduct as conduct
-from attnbench.testing.conformance_subject import Subject
+from attnbench.testing.conformance import conduct
+from attnbench.testing.conformance.subject import Subject
 from attnbench.testing.neighbour import neighbour
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from attnbench import AttentionSpec, Mask
 from attnbench.harness.cases.inputs import draw
 from attnbench.kernels.registry import registry
 from attnbench.testing import sampled_truth as module
-from attnbench.testing.conformance_subject import Subject, exact_of, truth_of
+from attnbench.testing.conformance.subject import Subject, exact_of, truth_of
 from attnbench.testing.sampled_truth import sampled, sampled_truth
 
 CPU = torch.device("cpu")

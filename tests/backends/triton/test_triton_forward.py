@@ -25,8 +25,9 @@ from attnbench.kernels.registry import Registry
 from attnbench.problem.fp8 import Quantised, Recipe, quantise
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import GRANULARITIES, AttentionSpec
-from attnbench.testing import check_backend, conformance
-from attnbench.testing.conformance_checks import CHECKS
+from attnbench.testing import check_backend
+from attnbench.testing.conformance import suite
+from attnbench.testing.conformance.checks import CHECKS
 from examples import every_pair, examples
 
 pytest.importorskip("triton")
@@ -397,6 +398,6 @@ def test_it_keeps_the_contract(name: str, most: int, monkeypatch: pytest.MonkeyP
     """On at most so many specs a check; on one, without what is compared with FP64 above and in test_triton_packed."""
     chosen = [each for each in CHECKS if most > 1 or not (each.specs or each.features or "batch" in each.name)]
     few = tuple(replace(each, count=min(each.count, most)) for each in chosen)
-    monkeypatch.setattr(conformance, "CHECKS", few)
+    monkeypatch.setattr(suite, "CHECKS", few)
     alone = replace(backend.BACKEND, kernels=(forward(name),))
     assert check_backend(f"triton:{name}", "cpu", known=Registry([REFERENCE, alone]), quiet=True).ok

@@ -14,8 +14,9 @@ from attnbench.kernels.capabilities import Capabilities
 from attnbench.kernels.contract import Availability, Backend, ForwardKernel, Inputs, Operands, Result
 from attnbench.kernels.registry import Registry, registry
 from attnbench.problem.spec import AttentionSpec
-from attnbench.testing import Report, check_backend, conformance
-from attnbench.testing.conformance_checks import CHECKS
+from attnbench.testing import Report, check_backend
+from attnbench.testing.conformance import suite
+from attnbench.testing.conformance.checks import CHECKS
 from attnbench.testing.faults import Late
 
 
@@ -120,7 +121,7 @@ def test_a_growth_that_is_declared_away_is_found(plan: str, found: str, monkeypa
     kernels = [known.forward(plan.partition(">")[0]), *([known.backward("triton:fp8-all")] if ">" in plan else [])]
     if reason := known.availability(plan.partition(":")[0]).reason:
         pytest.skip(reason)
-    monkeypatch.setattr(conformance, "CHECKS", tuple(each for each in CHECKS if each.name == "growth"))
+    monkeypatch.setattr(suite, "CHECKS", tuple(each for each in CHECKS if each.name == "growth"))
     for kernel in kernels:
         monkeypatch.setattr(kernel, "error_growth", 1.0)
     assert check_backend(plan, "cuda").failures[0].said.startswith(found)

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import MalformedFileError
-from ..kernels.plan import backend_of
-from ..tables.binding import release_of
-from ..tables.files import read_text
-from ..tables.table import Table
-from ..text.printable import printable
+from ...errors import MalformedFileError
+from ...kernels.plan import backend_of
+from ...tables.binding import release_of
+from ...tables.files import read_text
+from ...tables.table import Table
+from ...text.printable import printable
 
 __all__ = ["ReadReport", "read_report", "report_faults", "uncovered"]
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from ..problem.lengths_kind import BATCHES, Batch
-from ..problem.spec import AttentionSpec
-from .conformance_batches import check_batch
-from .conformance_conduct import (
+from ...problem.lengths_kind import BATCHES, Batch
+from ...problem.spec import AttentionSpec
+from .batches import check_batch
+from .conduct import (
     check_autograd,
     check_graph,
     check_inputs,
@@ -26,8 +26,8 @@ from .conformance_conduct import (
     check_torch_state,
     check_whole,
 )
-from .conformance_growth import check_growth, long_specs
-from .conformance_numbers import (
+from .growth import check_growth, long_specs
+from .numbers import (
     check_alignment,
     check_declared_error,
     check_descales,
@@ -39,8 +39,8 @@ from .conformance_numbers import (
     check_strides,
     check_window,
 )
-from .conformance_sinks import check_sinks
-from .conformance_subject import Subject
+from .sinks import check_sinks
+from .subject import Subject
 
 __all__ = ["CHECKS", "Check"]
 

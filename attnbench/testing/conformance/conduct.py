@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..choosing.selector import choose
-from ..errors import RefusedError
-from ..harness.cases.inputs import Drawn
-from ..harness.measure.accuracy import TensorName
-from ..harness.measure.probes import negate, same_bits, undo_negation
-from ..harness.measure.replay import RecordingError, replay_of
-from ..kernels.contract import Inputs, Saved
-from ..kernels.devices import bind
-from ..kernels.execution import Execution
-from ..problem.fp8 import Quantised
-from ..problem.spec import AttentionSpec
-from .conformance_subject import Subject, inputs_of, truth_of
-from .neighbour import NeighbourError, neighbour
+from ...choosing.selector import choose
+from ...errors import RefusedError
+from ...harness.cases.inputs import Drawn
+from ...harness.measure.accuracy import TensorName
+from ...harness.measure.probes import negate, same_bits, undo_negation
+from ...harness.measure.replay import RecordingError, replay_of
+from ...kernels.contract import Inputs, Saved
+from ...kernels.devices import bind
+from ...kernels.execution import Execution
+from ...problem.fp8 import Quantised
+from ...problem.spec import AttentionSpec
+from ..neighbour import NeighbourError, neighbour
+from .subject import Subject, inputs_of, truth_of
 
 __all__ = [
     "check_autograd",

@@ -8,14 +8,14 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from ..dispatch.sequences import sizes_of
-from ..harness.cases.inputs import Drawn
-from ..harness.measure.accuracy import TensorName
-from ..kernels.contract import Inputs
-from ..problem.lengths import Lengths, Sequence, packed, padded
-from ..problem.lengths_kind import Batch
-from ..problem.spec import AttentionSpec
-from .conformance_subject import Subject, inputs_of, truth_of
+from ...dispatch.sequences import sizes_of
+from ...harness.cases.inputs import Drawn
+from ...harness.measure.accuracy import TensorName
+from ...kernels.contract import Inputs
+from ...problem.lengths import Lengths, Sequence, packed, padded
+from ...problem.lengths_kind import Batch
+from ...problem.spec import AttentionSpec
+from .subject import Subject, inputs_of, truth_of
 
 __all__ = ["check_batch", "serves_batch"]
 

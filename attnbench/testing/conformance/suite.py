@@ -11,20 +11,20 @@ from random import Random
 
 import torch
 
-from ..errors import AttnbenchError
-from ..kernels import devices
-from ..kernels.contract import Backend
-from ..kernels.plan import Plan, backend_of
-from ..kernels.registry import Registry
-from ..kernels.registry import registry as installed
-from ..problem.spec import FP8_DTYPES, AttentionSpec
-from ..tables.environment import Environment
-from .conformance_batches import serves_batch
-from .conformance_checks import CHECKS, Check
-from .conformance_growth import why_not_long
-from .conformance_report import Finding, Report
-from .conformance_sinks import serves_sinks
-from .conformance_subject import Subject, shrunk
+from ...errors import AttnbenchError
+from ...kernels import devices
+from ...kernels.contract import Backend
+from ...kernels.plan import Plan, backend_of
+from ...kernels.registry import Registry
+from ...kernels.registry import registry as installed
+from ...problem.spec import FP8_DTYPES, AttentionSpec
+from ...tables.environment import Environment
+from .batches import serves_batch
+from .checks import CHECKS, Check
+from .growth import why_not_long
+from .report import Finding, Report
+from .sinks import serves_sinks
+from .subject import Subject, shrunk
 
 __all__ = ["check_backend"]
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..harness.cases.inputs import Drawn
-from ..harness.measure.accuracy import TensorName
-from ..kernels.contract import BackwardKernel, ForwardKernel, Inputs
-from ..kernels.execution import Execution
-from ..problem.spec import AttentionSpec
-from .conformance_subject import Subject, inputs_of, truth_of
+from ...harness.cases.inputs import Drawn
+from ...harness.measure.accuracy import TensorName
+from ...kernels.contract import BackwardKernel, ForwardKernel, Inputs
+from ...kernels.execution import Execution
+from ...problem.spec import AttentionSpec
+from .subject import Subject, inputs_of, truth_of
 
 __all__ = ["check_sinks", "serves_sinks"]
 

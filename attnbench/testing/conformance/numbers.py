@@ -10,14 +10,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..errors import InputError
-from ..harness.measure.accuracy import TensorName, relative_l2
-from ..harness.measure.probes import same_bits
-from ..kernels.contract import Inputs, gradient_dtype
-from ..problem.fp8 import BLOCK, Quantised, quantise_with
-from ..problem.mask import Alignment, Mask
-from ..problem.spec import AttentionSpec
-from .conformance_subject import Subject, Values, exact_of, inputs_of, truth_of, wide_inputs
+from ...errors import InputError
+from ...harness.measure.accuracy import TensorName, relative_l2
+from ...harness.measure.probes import same_bits
+from ...kernels.contract import Inputs, gradient_dtype
+from ...problem.fp8 import BLOCK, Quantised, quantise_with
+from ...problem.mask import Alignment, Mask
+from ...problem.spec import AttentionSpec
+from .subject import Subject, Values, exact_of, inputs_of, truth_of, wide_inputs
 
 __all__ = [
     "check_alignment",

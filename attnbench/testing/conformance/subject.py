@@ -12,20 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import InputError
-from ..harness.cases.inputs import Drawn, draw
-from ..harness.measure.accuracy import TensorName, judge_tensor
-from ..harness.measure.truth import Truth
-from ..kernels.capabilities import Capabilities, Device
-from ..kernels.contract import BackwardKernel, ForwardKernel, Operands, Saved, gradient_dtype
-from ..kernels.devices import describe
-from ..kernels.plan import Plan
-from ..kernels.registry import Registry
-from ..problem.fp8 import Quantised
-from ..problem.mask import Mask
-from ..problem.spec import DTYPES, FP8_DTYPES, AttentionSpec
-from ..tables.environment import Environment
-from ..tables.table import Table
+from ...errors import InputError
+from ...harness.cases.inputs import Drawn, draw
+from ...harness.measure.accuracy import TensorName, judge_tensor
+from ...harness.measure.truth import Truth
+from ...kernels.capabilities import Capabilities, Device
+from ...kernels.contract import BackwardKernel, ForwardKernel, Operands, Saved, gradient_dtype
+from ...kernels.devices import describe
+from ...kernels.plan import Plan
+from ...kernels.registry import Registry
+from ...problem.fp8 import Quantised
+from ...problem.mask import Mask
+from ...problem.spec import DTYPES, FP8_DTYPES, AttentionSpec
+from ...tables.environment import Environment
+from ...tables.table import Table
 
 __all__ = ["FEATURES", "Subject", "Values", "exact_of", "inputs_of", "shrunk", "truth_of", "wide_inputs"]
 

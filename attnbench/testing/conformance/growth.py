@@ -10,14 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..harness.cases.inputs import draw
-from ..harness.measure.accuracy import TensorName, relative_l2
-from ..kernels.plan import backend_of
-from ..problem.fp8 import Quantised
-from ..problem.mask import Mask
-from ..problem.spec import AttentionSpec
-from .conformance_subject import Subject
-from .sampled_truth import sampled, sampled_truth
+from ...harness.cases.inputs import draw
+from ...harness.measure.accuracy import TensorName, relative_l2
+from ...kernels.plan import backend_of
+from ...problem.fp8 import Quantised
+from ...problem.mask import Mask
+from ...problem.spec import AttentionSpec
+from ..sampled_truth import sampled, sampled_truth
+from .subject import Subject
 
 __all__ = ["check_growth", "long_specs", "why_not_long"]
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from ..problem.spec import AttentionSpec
-from ..tables.environment import Environment
-from ..text.printable import printable
+from ...problem.spec import AttentionSpec
+from ...tables.environment import Environment
+from ...text.printable import printable
 
 __all__ = ["Finding", "Outcome", "Report"]
 
