@@ -20,6 +20,7 @@ from attnbench.harness.training.rows import ROWS, TrainingRun, read_runs
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 H100, H200 = RESULTS / "nvidia-h100-80gb-hbm3", RESULTS / "nvidia-h200"
+PLAIN = "steps-plain"  # rows of a plain install
 _ANEW = 3  # times the median: compiling takes seconds
 _GAPS = (0.005, 0.0075, 0.01)  # losses that a verdict should find
 
@@ -38,9 +39,10 @@ def _folders(results: Path, *patterns: str) -> list[Path]:
 
 @dataclass(frozen=True)
 class Cell:
-    """The choices that took the steps of one model in turn, by name."""
+    """The choices that took the steps of one model in turn, by name; ``plain``: without another vendor's kernels."""
 
     runs: dict[str, TrainingRun]
+    plain: bool = False
 
     @property
     def first(self) -> TrainingRun:
@@ -80,14 +82,14 @@ def _compiling(run: TrainingRun) -> int:
 
 
 def cells(results: Path = RESULTS) -> list[Cell]:
-    """Every cell of ``results/GPU/steps``: by model, length, linears and GPU."""
+    """Every cell of ``results/GPU/steps`` and ``steps-plain``: by model, length, linears, GPU and installation."""
     found: dict[tuple[object, ...], dict[str, TrainingRun]] = {}
-    for folder in _folders(results, "*/steps"):
+    for folder in _folders(results, "*/steps", f"*/{PLAIN}"):
         for run in read_runs(folder):
-            said = run.settings
-            place = (said["size"], said["seqlen"], said["linears"], run.environment.device_name, run.world)
+            said, device = run.settings, run.environment.device_name
+            place = (said["size"], said["seqlen"], said["linears"], device, run.world, folder.name == PLAIN)
             found.setdefault(place, {})[_named(run)] = run
-    return [Cell(found[place]) for place in sorted(found, key=str)]
+    return [Cell(found[place], bool(place[-1])) for place in sorted(found, key=str)]
 
 
 def _named(run: TrainingRun) -> str:
@@ -96,11 +98,12 @@ def _named(run: TrainingRun) -> str:
 
 def steps(results: Path = RESULTS) -> Table:
     """Milliseconds of a step by choice, attention's share of it, and how many times as fast each FP8 plan is."""
-    heads = ["model", "tokens", "GPU", "linears", "torch", "`auto`", "FP8 plan", "its step"]
+    heads = ["model", "tokens", "GPU", "installed", "linears", "torch", "`auto`", "FP8 plan", "its step"]
     lines = []
     for cell in sorted(cells(results), key=_order):
         said = cell.first.settings
-        place = [_part(cell.first), f"{said['seqlen']:,}", _gpus(cell.first), str(said["linears"])]
+        place = [_part(cell.first), f"{said['seqlen']:,}", _gpus(cell.first), "plain" if cell.plain else "everything"]
+        place.append(str(said["linears"]))
         place += [_step(cell.runs.get(name)) for name in ("sdpa", "auto")]
         for how, run in cell.narrow:
             ratios = [_ratio(cell.times_as_fast(name, run)) for name in ("auto", "sdpa")]
@@ -110,11 +113,12 @@ def steps(results: Path = RESULTS) -> Table:
 
 def where_it_pays(results: Path = RESULTS) -> str:
     """For each length, what the fastest FP8 plan gained over ``auto`` in 16 bits and over torch, and how surely."""
-    found: dict[tuple[int, str], list[Cell]] = {}
+    found: dict[tuple[int, str, bool], list[Cell]] = {}
     for cell in sorted(cells(results), key=_order):
-        found.setdefault((int(cell.first.settings["seqlen"]), _gpus(cell.first)), []).append(cell)  # type: ignore[arg-type]
+        seqlen: int = cell.first.settings["seqlen"]  # type: ignore[assignment]
+        found.setdefault((seqlen, _gpus(cell.first), cell.plain), []).append(cell)
     said = []
-    for (seqlen, gpus), group in found.items():
+    for (seqlen, gpus, plain), group in found.items():
         over = {name: [cell.times_as_fast(name, cell.best) for cell in group] for name in ("auto", "sdpa")}
         known = {name: [each for each in ratios if each is not None] for name, ratios in over.items()}
         if not known["auto"]:
@@ -123,7 +127,7 @@ def where_it_pays(results: Path = RESULTS) -> str:
         shares = [cell.runs["auto"].attention.share for cell in group if cell.runs["auto"].attention is not None]
         own = [_attention_ms(cell.runs["auto"]) / _attention_ms(cell.best) for cell in group if cell.best is not None]
         said.append(
-            f"- **{seqlen:,} tokens, {gpus}**: {_times(known['auto'])} as fast as `auto` in 16 bits, "
+            f"- **{seqlen:,} tokens, {gpus}{', a plain install' if plain else ''}**: {_times(known['auto'])} as fast as `auto` in 16 bits, "
             f"{_times(known['sdpa'])} as fast as torch; surely faster than `auto` in {surely} of {len(known['auto'])} "
             f"models.  Attention was {_span(shares, '.0%')} of the 16-bit step, and became {_span(own, '.2f')} times "
             "as fast itself."
@@ -147,7 +151,7 @@ def _span(values: Sequence[float], form: str) -> str:
 
 def _order(cell: Cell) -> tuple[object, ...]:
     said = cell.first.settings
-    return said["seqlen"], said["linears"] != "bf16", said["size"], cell.first.environment.device_name
+    return said["seqlen"], said["linears"] != "bf16", said["size"], cell.first.environment.device_name, cell.plain
 
 
 def _part(run: TrainingRun) -> str:

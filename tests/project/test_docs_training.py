@@ -67,6 +67,19 @@ def test_choices_are_compared_round_by_round(results: Path) -> None:
     assert (other["FP8 plan"], other["over `auto`"]) == (f"`{PLAN}`, named", "0.800 (0.800 to 0.800)")
 
 
+def test_a_plain_install_has_cells_of_its_own(results: Path) -> None:
+    folder = results / "some-gpu" / figures_training.PLAIN
+    folder.mkdir()
+    write_runs(folder / "training.jsonl", [run("auto", 1.2), run("auto", 0.8, fp8=True, plans=(PLAN,))])
+    heads, lines = figures_training.steps(results)
+    found = [dict(zip(heads, line, strict=True)) for line in lines if line[1] == "32,768"]
+    assert [(each["installed"], each["over `auto`"][:5]) for each in found] == [
+        ("everything", "1.250"),
+        ("plain", "1.500"),
+    ]
+    assert "32,768 tokens, H200, a plain install**: 1.500" in figures_training.where_it_pays(results)
+
+
 def test_where_it_pays_is_said_of_each_length(results: Path) -> None:
     slower, faster = figures_training.where_it_pays(results).splitlines()
     assert "**16,384 tokens, H200**: 0.800 times as fast as `auto` in 16 bits, 0.960 times as fast as torch" in slower
