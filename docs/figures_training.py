@@ -126,8 +126,9 @@ def where_it_pays(results: Path = RESULTS) -> str:
         surely = sum(low > 1 for low, _, _ in known["auto"])
         shares = [cell.runs["auto"].attention.share for cell in group if cell.runs["auto"].attention is not None]
         own = [_attention_ms(cell.runs["auto"]) / _attention_ms(cell.best) for cell in group if cell.best is not None]
+        place = f"{seqlen:,} tokens, {gpus}" + (", a plain install" if plain else "")
         said.append(
-            f"- **{seqlen:,} tokens, {gpus}{', a plain install' if plain else ''}**: {_times(known['auto'])} as fast as `auto` in 16 bits, "
+            f"- **{place}**: {_times(known['auto'])} as fast as `auto` in 16 bits, "
             f"{_times(known['sdpa'])} as fast as torch; surely faster than `auto` in {surely} of {len(known['auto'])} "
             f"models.  Attention was {_span(shares, '.0%')} of the 16-bit step, and became {_span(own, '.2f')} times "
             "as fast itself."

@@ -70,7 +70,9 @@ def test_choices_are_compared_round_by_round(results: Path) -> None:
 def test_a_plain_install_has_cells_of_its_own(results: Path) -> None:
     folder = results / "some-gpu" / figures_training.PLAIN
     folder.mkdir()
-    write_runs(folder / "training.jsonl", [run("auto", 1.2), run("auto", 0.8, fp8=True, plans=(PLAN,))])
+    write_runs(
+        folder / "training.jsonl", [run("sdpa", 1.2), run("auto", 1.2), run("auto", 0.8, fp8=True, plans=(PLAN,))]
+    )
     heads, lines = figures_training.steps(results)
     found = [dict(zip(heads, line, strict=True)) for line in lines if line[1] == "32,768"]
     assert [(each["installed"], each["over `auto`"][:5]) for each in found] == [
