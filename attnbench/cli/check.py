@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .output import DeviceOption, output_draft, print_text
+from .output import DeviceOption, output_draft
 
 __all__ = ["check"]
 
@@ -31,10 +31,8 @@ def check(
 
     # Open the file first, so that a path that cannot be written fails before the checks and not after them.
     with nullcontext() if output is None else output_draft(output) as draft:
-        report = check_backend(backend, device, seed=seed, quiet=True)
+        report = check_backend(backend, device, seed=seed, quiet=str(output) == "-")
         if draft is not None:
             draft.write(report.to_markdown().encode())
-    if str(output) != "-":
-        print_text(str(report))
     if not report.ok:
         raise typer.Exit(1)

@@ -18,9 +18,9 @@ from attnbench.kernels.plan import Plan
 from ..cases.case import Case
 from ..measure.setup import DeviceSetup
 from ..results.records import Measurement
-from ..sweep.compile_ahead import usable_cores
 from ..sweep.device_sweep import DeviceSweep, PhaseStarted, StoppedError
 from ..sweep.run import Event, Finished, Started
+from ..sweep.worker_pool import usable_cores
 
 __all__ = ["Work", "measured_within"]
 

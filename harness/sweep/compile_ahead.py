@@ -6,8 +6,6 @@ sixty cases would wait for one compilation after the other.
 
 from __future__ import annotations
 
-import os
-import threading
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -17,12 +15,10 @@ from attnbench.kernels.plan import Plan, backend_of
 from ..cases.case import Case
 from ..measure.setup import DeviceSetup
 from ..measure.worker import Setting
+from .worker_pool import process_count, share_out
 from .worker_process import LostError, Worker
 
-__all__ = ["FirstRuns", "usable_cores"]
-
-_FEWEST = 4  # first runs; fewer are through before more processes have started
-_BYTES = 2 * 2**30  # of the device's memory for each process: its context is half a GB, and a case may need more
+__all__ = ["FirstRuns"]
 
 
 class FirstRuns:
@@ -36,14 +32,9 @@ class FirstRuns:
         self.first_ms: dict[tuple[str, Plan], float] = {}
         self._setup = setup
         self._waiting = deque(_first_runs(work, setup)) if setup.device.type == "cuda" else deque()
-        memory = setup.environment.memory_bytes or _BYTES
-        count = min(memory // _BYTES, usable_cores(), len(self._waiting))
-        if count < 2 or len(self._waiting) < _FEWEST:
-            self._waiting.clear()
-            count = 0
         setting = Setting(setup.source, setup.timer, 1)
+        count = process_count(len(self._waiting), setup.environment.memory_bytes)
         self._workers = [Worker(setting) for _ in range(count)]
-        self._stopped = threading.Event()
 
     @property
     def needed(self) -> bool:
@@ -52,40 +43,17 @@ class FirstRuns:
 
     def run(self) -> Mapping[tuple[str, Plan], float]:
         """Run them all.  An exception in the calling thread, such as an interrupt, ends every process."""
-        threads = [threading.Thread(target=self._work, args=(worker,)) for worker in self._workers]
-        try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        finally:
-            self._stopped.set()
-            for worker in self._workers:
-                worker.kill()
-            for thread in threads:
-                thread.join()
+        share_out(self._waiting, self._workers, self._serve)
         return self.first_ms
 
-    def _work(self, worker: Worker) -> None:
-        while not self._stopped.is_set():
-            try:
-                case, plan = self._waiting.popleft()
-            except IndexError:
-                break
-            try:
-                first_ms = worker.ask("compile", case, plan, seconds=self._setup.seconds)
-            except LostError as lost:
-                if lost.status == "oom" and case.spec.batch > 1 and case.lengths is None:
-                    # Beside others there is too little memory; the code is nearly always that of any batch.
-                    self._waiting.append((replace(case, spec=case.spec.replace(batch=1)), plan))
-                continue
-            self.first_ms[case.name, plan] = first_ms
-        worker.close()
-
-
-def usable_cores() -> int:
-    """How many cores this process may use: fewer than the machine has under ``taskset`` or in a container."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    def _serve(self, worker: Worker, request: tuple[Case, Plan]) -> None:
+        case, plan = request
+        try:
+            self.first_ms[case.name, plan] = worker.ask("compile", case, plan, seconds=self._setup.seconds)
+        except LostError as lost:
+            if lost.status == "oom" and case.spec.batch > 1 and case.lengths is None:
+                # Beside others there is too little memory; the code is nearly always that of any batch.
+                self._waiting.append((replace(case, spec=case.spec.replace(batch=1)), plan))
 
 
 def _first_runs(work: Sequence[tuple[Case, Sequence[Plan]]], setup: DeviceSetup) -> list[tuple[Case, Plan]]:

@@ -27,10 +27,10 @@ from ..measure.setup import DeviceSetup
 from ..measure.worker import Setting
 from ..results.records import Measurement
 from .backend_process import BackendProcess
-from .compile_ahead import usable_cores
 from .interleave import Samples, interleave, warm
 from .race import Race
 from .rows import measured_row, slower_row, unmeasured_row
+from .worker_pool import usable_cores
 from .worker_process import LostError, Worker
 
 __all__ = ["DeviceSweep", "Phase", "PhaseStarted", "StoppedError"]

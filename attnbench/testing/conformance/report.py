@@ -28,6 +28,13 @@ class Finding:
     spec: AttentionSpec | None = None
     look: str = ""
 
+    def __str__(self) -> str:
+        outcome = self.outcome.upper() if self.outcome == "failed" else self.outcome
+        lines = [f"  {outcome:8} {self.check:15} {_one_line(self.said)}"]
+        lines += [f"  {'':8} {'smallest spec':15} {self.spec}"] if self.spec is not None else []
+        lines += [f"  {'':8} {'look at':15} {self.look}"] if self.look else []
+        return "\n".join(lines)
+
 
 @dataclass(frozen=True)
 class Report:
@@ -56,19 +63,18 @@ class Report:
         kinds: tuple[Outcome, ...] = ("passed", "failed", "skipped")
         return ", ".join(f"{sum(each.outcome == kind for each in self.findings)} {kind}" for kind in kinds)
 
+    @property
+    def heading(self) -> str:
+        """What is checked, and where."""
+        first = f"{self.backend} ({self.version}) on {self.device}, seed {self.seed}"
+        return "\n".join(
+            [printable(first), ", ".join(f"{name} {printable(value)}" for name, value in self._conditions())]
+        )
+
     def __str__(self) -> str:
-        lines = [f"{self.backend} ({self.version}) on {self.device}, seed {self.seed}"]
-        lines.append(", ".join(f"{name} {value}" for name, value in self._conditions()))
-        for plan, findings in self._by_plan():
-            lines += ["", plan]
-            for each in findings:
-                outcome = each.outcome.upper() if each.outcome == "failed" else each.outcome
-                lines.append(f"  {outcome:8} {each.check:15} {_one_line(each.said)}")
-                if each.spec is not None:
-                    lines.append(f"  {'':8} {'smallest spec':15} {each.spec}")
-                if each.look:
-                    lines.append(f"  {'':8} {'look at':15} {each.look}")
-        return "\n".join([*lines, "", self.summary])
+        parts = [self.heading]
+        parts += ["\n".join([plan, *map(str, findings)]) for plan, findings in self._by_plan()]
+        return "\n\n".join([*parts, self.summary])
 
     def to_markdown(self) -> str:
         """The same as a Markdown document that says where it was made."""

@@ -20,7 +20,7 @@ from attnbench.problem.spec import AttentionSpec
 from ...measure.setup import INSTALLED
 from ...measure.timing import Timer
 from ...sequence_lengths import SequenceLengths
-from ...sweep.compile_ahead import usable_cores
+from ...sweep.worker_pool import usable_cores
 from ...sweep.worker_process import LostError, Worker
 from ..terms import Key
 from .worker import PROTOCOL

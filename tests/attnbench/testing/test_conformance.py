@@ -22,7 +22,7 @@ from attnbench.kernels.capabilities import Capabilities
 from attnbench.kernels.contract import Availability, Backend, BackwardKernel, ForwardKernel, Operands, Result
 from attnbench.kernels.registry import Registry
 from attnbench.testing import Report, check_backend
-from attnbench.testing.conformance import suite
+from attnbench.testing.conformance import one_check, suite
 from attnbench.testing.conformance.checks import CHECKS
 
 
@@ -147,7 +147,7 @@ def test_a_kernel_that_loses_the_gpu_is_told_with_its_spec_and_nothing_else_is_a
             return Result(result.out * 2, result.lse) if after == 26 else result
 
     reason = "AcceleratorError: CUDA error: an illegal memory access was encountered"
-    monkeypatch.setattr(suite, "_device_error", lambda device: reason if len(ran) >= after else None)
+    monkeypatch.setattr(one_check, "_device_error", lambda device: reason if len(ran) >= after else None)
     report = check(Losing())
     (failure,) = report.failures
     assert failure.said.endswith(reason)

@@ -1,0 +1,26 @@
+"""A kernel that notes its process and spec in the file ``NOTED`` before each run, and ends the process on a softcap."""
+
+from __future__ import annotations
+
+import os
+
+from unconforming import Forward
+
+from attnbench.backends.reference import BACKEND as REFERENCE
+from attnbench.kernels.contract import Availability, Backend, Operands, Result
+from attnbench.kernels.registry import Registry
+
+NOTED = "ATTNBENCH_TEST_NOTED"
+
+
+class Noting(Forward):
+    def run(self, operands: Operands) -> Result:
+        with open(os.environ[NOTED], "a") as file:
+            file.write(f"{os.getpid()} {operands.spec}\n")
+        if operands.spec.softcap:
+            os._exit(3)
+        return super().run(operands)
+
+
+def registry() -> Registry:
+    return Registry([REFERENCE, Backend("mine", "a test's", lambda: Availability(version="1"), (Noting(),))])
