@@ -90,8 +90,11 @@ def specs_for(subject: Subject, check: Check, count: int) -> list[AttentionSpec]
     if check.specs:
         return check.specs(subject)[:count]
     if check.batch is not None:
-        specs = subject.mixed(check.name, _TRIES * count)
-        return [spec for spec in specs if spec.descale is None and serves_batch(subject, spec, check.batch)][:count]
+        specs = subject.mixed(check.name, _TRIES * max(count, 2))
+        served = [each for each in specs if each.descale is None and serves_batch(subject, each, check.batch)]
+        # One with as many keys as queries, and one whose sequences may lack either.
+        kinds = {spec.seqlen_q == spec.seqlen_kv: spec for spec in reversed(served)}
+        return list(dict.fromkeys([*kinds.values(), *served]))[: max(count, len(kinds))]
     if check.sinks:
         return [spec for spec in subject.mixed(check.name, _TRIES * count) if serves_sinks(subject, spec)][:count]
     if check.mixed:

@@ -292,6 +292,8 @@ def key_gradients(
     unscaled = scale * q_own
     if not v_varies:
         unscaled *= v_own
+    if tiles is not None:  # keys that no query asks for may hold anything, and their descale too
+        unscaled = tl.where(seqlen_q > 0, unscaled, 0.0)
     row = kv_head.to(tl.int64) * seqlen_kv + key if tiles is None else first_row + key
     if of_k:
         pitch: tl.constexpr = head_dim + rest

@@ -120,6 +120,16 @@ def test_what_is_not_finite_stays_in_its_sequence(what: float) -> None:
     assert not torch.isfinite(spoilt[1][0]).all()
 
 
+@pytest.mark.parametrize("backward", BACKWARDS, ids=lambda each: each.name)
+def test_keys_that_no_query_asks_for_get_no_gradient_whatever_they_hold(backward: TritonBackward) -> None:
+    batch = Documents(((20, 20), (0, 9), (35, 35)))
+    parts = batch.parts()
+    for x in parts[1]:
+        x.fill_(torch.nan)
+    for x in answers(batch, FORWARDS[0], backward, parts)[1][3:]:
+        assert torch.equal(x, torch.zeros_like(x))
+
+
 def test_sequences_in_another_order_have_the_same_answers() -> None:
     lengths = ((20, 20), (0, 0), (45, 45), (3, 3))
     batch = Documents(lengths, Mask(right=0))

@@ -287,7 +287,11 @@ def _sum_up(
         mbarrier.wait(given.turn_filled, 0)
         dk = turned(dk, given.turning, head_dim, dk_layout)
     top = first_key + which * ROWS
-    store(given.dk_out, dk * (q_own / k_own), at, top, seqlen_kv, 0, given.size, dk_layout)
+    dk = dk * (q_own / k_own)
+    if tiles is not None:  # keys that no query asks for may hold anything
+        asked = gl.load(tiles + (1 + block) * _ROW + 3) > 0
+        dk, dv = gl.where(asked, dk, 0.0), gl.where(asked, dv, 0.0)
+    store(given.dk_out, dk, at, top, seqlen_kv, 0, given.size, dk_layout)
     store(given.dv_out, dv, at, top, seqlen_kv, 0, given.size_v, dv_layout)
     tma.store_wait(0)  # shared memory is the program's until it ends
 

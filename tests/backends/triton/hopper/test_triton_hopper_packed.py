@@ -128,6 +128,15 @@ def test_what_is_not_finite_stays_in_its_sequence() -> None:
     assert all(bool(x.isnan().any()) for x in spoilt[1])
 
 
+def test_keys_that_no_query_asks_for_get_no_gradient_whatever_they_hold() -> None:
+    batch = Documents(((70, 70), (0, 30)), head_dim=64, head_dim_v=64)
+    parts = batch.parts()
+    for x in parts[1]:
+        x.fill_(torch.nan)
+    for x in answers(batch, TritonForward("fp8", PERSISTENT), BACKWARD, parts)[1][3:]:
+        assert torch.equal(x, torch.zeros_like(x))
+
+
 @pytest.mark.parametrize("head_dim_v", [64, 80])
 def test_queries_without_keys_are_answered_with_zeros_whatever_lies_in_their_slot_of_values(head_dim_v: int) -> None:
     """The kernel reads one block of a sequence that has none, with weights of 0."""
