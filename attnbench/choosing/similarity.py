@@ -76,8 +76,8 @@ def of_batch(entries: Mapping[tuple[object, ...], list[_T]], plan: Plan, spec: A
     Those never speak for one length: most of their tokens see fewer keys than the longest, and how full padded rows
     were is not known.  ``entries`` are by plan, kind and batch (``series``).
     """
-    equal = entries.get(series(plan, spec.replace(lengths=None)), [])
-    return equal if spec.lengths is None else equal + entries.get(series(plan, spec), [])
+    own = entries.get(series(plan, spec), [])
+    return own if spec.lengths is None else entries.get(series(plan, spec.replace(lengths=None)), []) + own
 
 
 def series(plan: Plan, spec: AttentionSpec) -> tuple[object, ...]:

@@ -59,6 +59,7 @@ class Fit:
     def __init__(self, entries: Iterable[Entry]) -> None:
         import numpy as np  # imported here: attention() does not need it
 
+        self._last: tuple[AttentionSpec, float, float] | None = None
         entries = sorted(entries, key=lambda each: str(each.spec))  # sums come out the same in whatever order
         specs = [entry.spec for entry in entries]
         times = np.log(np.array([entry.device_ms or entry.time_ms for entry in entries], dtype=float))
@@ -110,17 +111,24 @@ class Fit:
         """(median of the whole call in ms, standard error of its logarithm); the time may be infinite far from
         measurements.
         """
-        device = self._device(spec)
-        median = self._longer(spec, device, 0.5)
-        return math.exp(median) if median < 700 else math.inf, self._calibration * self._spread(spec, device)
+        median, spread = self._at(spec)
+        return math.exp(median) if median < 700 else math.inf, self._calibration * spread
 
     def deviation(self, spec: AttentionSpec) -> float:
         """The standard deviation of the logarithm of a time to be measured, before calibration."""
-        return self._spread(spec, self._device(spec))
+        return self._at(spec)[1]
 
-    def _spread(self, spec: AttentionSpec, device: tuple[float, float]) -> float:
-        """Half the distance between the bounds of the middle two thirds."""
-        return (self._longer(spec, device, 5 / 6) - self._longer(spec, device, 1 / 6)) / 2
+    def _at(self, spec: AttentionSpec) -> tuple[float, float]:
+        """Median and deviation of the logarithm, kept for the spec of the last call: a choice asks for it repeatedly.
+
+        The deviation is half the distance between the bounds of the middle two thirds.
+        """
+        last = self._last
+        if last is None or last[0] != spec:
+            device = self._device(spec)
+            low, median, high = (self._longer(spec, device, share) for share in (1 / 6, 0.5, 5 / 6))
+            self._last = last = spec, median, (high - low) / 2
+        return last[1:]
 
     def _longer(self, spec: AttentionSpec, device: tuple[float, float], share: float) -> float:
         """The logarithm of a time that a call stays below in this share of cases."""
