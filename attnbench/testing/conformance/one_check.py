@@ -90,7 +90,7 @@ def specs_for(subject: Subject, check: Check, count: int) -> list[AttentionSpec]
     if check.specs:
         return check.specs(subject)[:count]
     if check.batch is not None:
-        specs = subject.mixed(check.name, _TRIES * max(count, 2))
+        specs = [*subject.mixed(check.name, _TRIES * max(count, 2)), *subject.specs(check.name, 1)]
         served = [each for each in specs if each.descale is None and serves_batch(subject, each, check.batch)]
         # One with as many keys as queries, and one whose sequences may lack either.
         kinds = {spec.seqlen_q == spec.seqlen_kv: spec for spec in reversed(served)}

@@ -20,10 +20,12 @@ from attnbench.choosing import selector
 from attnbench.errors import AttnbenchError, UnknownBackendError
 from attnbench.kernels.capabilities import Capabilities
 from attnbench.kernels.contract import Availability, Backend, BackwardKernel, ForwardKernel, Operands, Result
+from attnbench.kernels.plan import Plan
 from attnbench.kernels.registry import Registry
 from attnbench.testing import Report, check_backend
 from attnbench.testing.conformance import one_check, suite
-from attnbench.testing.conformance.checks import CHECKS
+from attnbench.testing.conformance.checks import CHECKS, Check
+from attnbench.testing.conformance.subject import Subject
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -56,6 +58,15 @@ def test_a_planted_fault_is_named_by_the_check_that_is_about_it(name: str) -> No
     assert said in failure.said
     assert failure.look
     assert not report.ok
+
+
+@pytest.mark.parametrize("check", [each for each in CHECKS if each.batch], ids=lambda each: each.name)
+def test_where_few_specs_are_checked_the_sequences_of_one_may_lack_queries_or_keys(check: Check) -> None:
+    known = Registry([REFERENCE, Backend("mine", "", lambda: Availability(version="1"), (Forward(), Backward()))])
+    for seed in range(12):
+        subject = Subject(Plan(Forward.name, Backward.name), torch.device("cpu"), known, seed)
+        specs = one_check.specs_for(subject, check, one_check.FEW)
+        assert [spec.seqlen_q == spec.seqlen_kv for spec in specs] in ([True, False], [False, True]), seed
 
 
 def test_every_check_that_a_cpu_can_make_has_a_fault() -> None:
