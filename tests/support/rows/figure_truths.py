@@ -134,10 +134,16 @@ def declared(kernel: str) -> float:
     return registry().forward(kernel).declared_error
 
 
+@cache
+def fresh_rows_of_an_h100() -> Table:
+    """What was measured on fresh shapes."""
+    files = sorted((ROOT / "results/nvidia-h100-80gb-hbm3/fresh").rglob("measurements.jsonl*"))
+    return join_sweeps({str(file): list(read_measurements(file)) for file in files})
+
+
 def fresh_on_an_h100(table: str) -> list[float]:
     """Regret of choices by one shipped table alone, in per cent: the geometric means without and with FP8."""
-    files = sorted((ROOT / "results/nvidia-h100-80gb-hbm3/fresh").rglob("measurements.jsonl*"))
-    truth = join_sweeps({str(file): list(read_measurements(file)) for file in files})
+    truth = fresh_rows_of_an_h100()
     found = Table.load(ROOT / f"attnbench/tables/{table}.json")
     scores = fresh_scores(truth, Known.of(scaled(found, truth.environment) or found), registry())
     return [100 * each.geometric_mean for each in summary_of(scores)]
