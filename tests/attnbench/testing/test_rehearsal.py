@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 MINE = Backend("mine", "a test's", lambda: Availability(version="1"), (Forward(), Backward()), compiles=True)
 
 
-def test_the_specs_of_each_check_are_run_in_other_processes_even_if_some_end_them(
+def test_the_specs_of_each_check_are_run_in_other_processes_even_if_one_ends_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(NOTED, str(tmp_path / "noted"))
@@ -39,6 +39,7 @@ def test_the_specs_of_each_check_are_run_in_other_processes_even_if_some_end_the
     rehearse([subject], Setting(CPU, 3, "noting:registry"), 2**33)
     lines = [line.partition(" ") for line in (tmp_path / "noted").read_text().splitlines()]
     assert str(os.getpid()) not in {process for process, _, _ in lines}
+    assert (tmp_path / "noted.ended").exists()
     ran = {spec for _, _, spec in lines}
     one_each = [
         each for each in CHECKS if each.on is None and not (each.mixed or each.specs or each.only == "training")

@@ -1,4 +1,4 @@
-"""A kernel that notes its process and spec in the file ``NOTED`` before each run, and ends the process on a softcap."""
+"""A kernel that notes its process and spec in the file ``NOTED`` before each run, and once ends the process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class Noting(Forward):
     def run(self, operands: Operands) -> Result:
         with open(os.environ[NOTED], "a") as file:
             file.write(f"{os.getpid()} {operands.spec}\n")
-        if operands.spec.softcap:
+        if operands.spec.softcap and not os.path.exists(os.environ[NOTED] + ".ended"):
+            open(os.environ[NOTED] + ".ended", "x").close()
             os._exit(3)
         return super().run(operands)
 
