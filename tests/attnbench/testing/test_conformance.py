@@ -22,7 +22,7 @@ from attnbench.kernels.capabilities import Capabilities
 from attnbench.kernels.contract import Availability, Backend, BackwardKernel, ForwardKernel, Operands, Result
 from attnbench.kernels.plan import Plan
 from attnbench.kernels.registry import Registry
-from attnbench.testing import Report, check_backend
+from attnbench.testing import Finding, Report, check_backend
 from attnbench.testing.conformance import one_check, suite
 from attnbench.testing.conformance.checks import CHECKS, Check
 from attnbench.testing.conformance.subject import Subject
@@ -174,6 +174,27 @@ def test_the_report_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: 
     printed = capsys.readouterr().out
     assert re.search(r"passed +alignment +\d+ specs", printed)
     assert "0 failed" in printed
+
+
+def test_findings_are_printed_as_soon_as_they_are_known(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = iter([Finding("mine", "first", "passed", "one"), Finding("mine", "second", "failed", "two", look="here")])
+
+    def run(*_: object) -> Finding:
+        try:
+            return next(found)
+        except StopIteration:
+            raise KeyboardInterrupt from None
+
+    monkeypatch.setattr(suite, "run_check", run)
+    with pytest.raises(KeyboardInterrupt):
+        check_backend("reference:fp32", "cpu")
+    printed = capsys.readouterr().out
+    assert re.search(
+        r"reference:fp32 .* on .*\n(.*\n)+mine\n  passed +first +one\n  FAILED +second +two\n +look at +here\n$",
+        printed,
+    )
 
 
 def test_what_cannot_be_used_is_an_error_with_the_reason() -> None:
