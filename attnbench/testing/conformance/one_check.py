@@ -77,7 +77,7 @@ def applies(subject: Subject, check: Check) -> bool:
 
 
 def specs_for(subject: Subject, check: Check, count: int) -> list[AttentionSpec]:
-    """The specs on which a check is made; the same in every process as long as the same features are broken."""
+    """The specs on which a check is made: the same in every process in which the same features are broken."""
     if check.name == "refusals":
         random = Random(f"{subject.seed} {subject.plan}")
         specs = [subject.whatever(random) for _ in range(count)]

@@ -66,10 +66,9 @@ class Report:
     @property
     def heading(self) -> str:
         """What is checked, and where."""
-        first = f"{self.backend} ({self.version}) on {self.device}, seed {self.seed}"
-        return "\n".join(
-            [printable(first), ", ".join(f"{name} {printable(value)}" for name, value in self._conditions())]
-        )
+        conditions = ", ".join(f"{name} {value}" for name, value in self._conditions())
+        lines = f"{self.backend} ({self.version}) on {self.device}, seed {self.seed}", conditions
+        return "\n".join(map(printable, lines))
 
     def __str__(self) -> str:
         parts = [self.heading]

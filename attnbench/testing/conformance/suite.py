@@ -57,7 +57,7 @@ def check_backend(
 
     say(report.heading)
     if rehearsed and backend.compiles and place.type == "cuda":
-        say("\ncompiling in many processes, which make every check once")
+        say("\ncompiling: many processes run every check once beforehand")
         rehearse(subjects, Setting(place, seed), here.memory_bytes)
     report = replace(report, findings=tuple(_said(_findings(subjects, backend), say)))
     say(f"\n{report.summary}")

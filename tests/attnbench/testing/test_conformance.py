@@ -9,7 +9,8 @@ from functools import cache
 
 import pytest
 import torch
-from unconforming import BACKWARDS, FORWARDS, ROW, Backward, Forward, ShortSums
+from conforming import ROW, Backward, Forward
+from unconforming import BACKWARDS, FORWARDS, ShortSums
 
 from attnbench import AttentionSpec
 from attnbench.backends.emulated import BACKEND as EMULATED

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from conforming import Backward, Forward
 from stations import wait_until
-from unconforming import Backward, Forward
 
 from attnbench import AttentionSpec, Mask, Plan
 from attnbench.backends.reference import BACKEND as REFERENCE

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from conforming import Backward, Forward
 from noting import NOTED, Noting
 from noting import registry as noting
-from unconforming import Backward, Forward
 
 from attnbench.backends.reference import BACKEND as REFERENCE
 from attnbench.harness.sweep import worker_pool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from unconforming import Forward
+from conforming import Forward
 
 from attnbench.backends.reference import BACKEND as REFERENCE
 from attnbench.kernels.contract import Availability, Backend, Operands, Result
