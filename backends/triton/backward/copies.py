@@ -30,6 +30,7 @@ __all__ = [
     "Laid",
     "Source",
     "aligned",
+    "contiguous",
     "copies_of",
     "halves",
     "lay_out",
@@ -48,7 +49,8 @@ class Laid(NamedTuple):
     """An operand: ``data`` (B, H, S, D) e4m3; ``wide`` the same in bf16; ``transposed`` (B, H, D, S); None if not
     requested.
 
-    S and D are padded; of sequences of unequal length (1, H, slots, D), each at its slot.  ``interleaved``: each 16
+    S and D are padded; of sequences of unequal length (1, H, slots, D), each at its slot, unless ``data`` is the tensor
+    itself.  ``interleaved``: each 16
     tokens of ``transposed`` are in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15.
     """
 
@@ -70,7 +72,8 @@ class Source(NamedTuple):
 
     ``aligned``: whether TMA may begin to read where it begins.  ``zeroed``: bf16 memory of its copy's shape is filled
     with zeros beside.  Where ``sequences`` have lengths of their own, by the tiles of the pair, all copies consist of
-    slots.  ``halved``: the head dimension is padded as ``halves`` has it, else to a power of two.
+    slots.  ``halved``: the head dimension is padded as ``halves`` has it, else to a power of two.  ``in_place``: a
+    kernel reads it as it is.
     """
 
     shape: Sequence[int]
@@ -83,6 +86,7 @@ class Source(NamedTuple):
     zeroed: bool = False
     sequences: tuple[int, Tiled] | None = None
     halved: bool = False
+    in_place: bool = False
 
 
 class Copies(NamedTuple):
@@ -117,7 +121,7 @@ def aligned(x: Tensor | Piece) -> bool:
 def ready(shape: Sequence[int], strides: Sequence[int], pitch: int) -> bool:
     """Whether a tensor (B, H, S, D), if ``aligned``, lies as the kernels read it: padded, and in one piece."""
     whole = (rounded_up(shape[2], PADDING), pitch) == tuple(shape[2:])
-    return whole and _contiguous(shape, strides)
+    return whole and contiguous(shape, strides)
 
 
 @triton.jit
@@ -235,7 +239,9 @@ def copies_of(sources: Sequence[Source]) -> Copies:
         if source.sequences is not None:
             sequences, tiled = source.sequences
             long, batch = tiled.capacity(sequences, batch) * TOKENS, 1
-        there = source.sequences is None and source.aligned and ready(source.shape, source.strides, whole)
+        there = source.in_place or (
+            source.sequences is None and source.aligned and ready(source.shape, source.strides, whole)
+        )
         rows = batch, heads, long, whole
         wanted += (
             None if there else Wanted(rows, source.dtype),
@@ -286,7 +292,7 @@ def lay_out(
     return found
 
 
-def _contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
+def contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether a tensor, none of whose sizes is 0, lies in one piece, as torch says it."""
     expected = 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):

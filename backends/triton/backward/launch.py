@@ -95,13 +95,13 @@ def _for_keys_plain(
 def run_all(given: Prepared, sums: Tensor | Piece, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """dQ (B, H, Sq, D), dK (B, Hkv, Skv, D) and dV (B, Hkv, Skv, Dv) by the fused kernel.
 
-    ``sums`` are zeros (B, H, padded Sq, padded D) in bf16; they become dQ if that is bf16, not padded and not rotated.
+    ``sums`` are zeros in bf16; they become dQ if that is bf16, of no padded head dimension and not rotated.
     dQ differs from run to run: programs add to it in no order, and every sum is rounded to bf16.
     """
     layout, device = given.layout, sums.device
     dk_out, dv_out = _for_keys(layout, dtype, device)
     hopper.run_all(given, sums, dk_out, dv_out)
-    if layout.summed_in_place and dtype == torch.bfloat16:
+    if layout.summed_in_place:
         assert isinstance(sums, Tensor), "what is returned has memory of its own"
         return sums, dk_out, dv_out
     dq_out = _for_queries(layout, dtype, device)

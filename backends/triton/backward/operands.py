@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
+from attnbench.kernels.contract import gradient_dtype
 from attnbench.problem.fp8 import hadamard
 from attnbench.problem.lengths import Lengths
 from attnbench.problem.spec import AttentionSpec
@@ -70,9 +72,11 @@ class Layout:
         served: bool,
         scales: tuple[tuple[Sequence[int], Sequence[int]], ...],
         extent: Extent | None = None,
+        keys_in_place: bool = False,
     ) -> None:
         """``rotated``: Q and K were.  ``served``: by the Hopper kernels.  ``scales``: shapes and strides of the
-        descales.  ``extent``: the spec's own where all sequences have its lengths.
+        descales.  ``extent``: the spec's own where all sequences have its lengths.  ``keys_in_place``: of such that
+        have their own, a Hopper kernel reads K and V where they lie.
         """
         self.spec, self.rotated = spec, rotated
         self.extent = extent = extent or Extent(spec.batch, spec.seqlen_q, spec.seqlen_kv)
@@ -83,7 +87,7 @@ class Layout:
         # Strides (batch, head, token) of their descales.
         self.k_steps, self.v_steps = (steps(*each, *by_key) for each in scales[1:])
         varies = tuple(shape[2] > 1 and not extent.shared for shape, _ in scales)
-        self.served = served
+        self.served, self.keys_in_place = served, keys_in_place and served
         # Shapes of dQ, dK and dV, and whether they have rows of no sequence, which no kernel writes.
         self.gradients = (*by_query, spec.head_dim), (*by_key, spec.head_dim), (*by_key, spec.head_dim_v)
         self.gaps = spec.lengths is not None and spec.lengths.batch != "packed"
@@ -92,7 +96,10 @@ class Layout:
         (self.head_dim, self.rest), self.head_dim_v = halves(spec.head_dim), padded(spec.head_dim_v)
         self.pitch = self.head_dim + self.rest
         self.padded_q, self.padded_kv = extent.long("q"), extent.long("kv")
-        queries, keys = (extent.entries, spec.heads, self.padded_q), (extent.entries, spec.kv_heads, self.padded_kv)
+        if self.keys_in_place:
+            self.padded_kv = extent.seqlen_kv
+        queries = extent.entries, spec.heads, self.padded_q
+        keys = extent.batch if self.keys_in_place else extent.entries, spec.kv_heads, self.padded_kv
         self.q, self.do = (*queries, self.pitch), (*queries, self.head_dim_v)
         self.k, self.v = (*keys, self.pitch), (*keys, self.head_dim_v)
         self.plane = math.prod(queries)
@@ -104,7 +111,10 @@ class Layout:
         self.edges = mask.left is not None, mask.right is not None
         self.scale = spec.scale * (turn_factor(spec.head_dim) if rotated else 1.0)
         # Whether the fused kernel's sums, which are in bf16, are dQ itself.
-        self.summed_in_place = not (rotated or unequal) and self.q == (*queries[:2], spec.seqlen_q, spec.head_dim)
+        # Where a key head has several query heads, hiding what lies behind each costs more than a pass over dQ.
+        whole = self.pitch == spec.head_dim and (spec.group == 1 if unequal else self.padded_q == spec.seqlen_q)
+        self.summed_in_place = whole and not rotated and gradient_dtype(spec) == torch.bfloat16
+        self.sums = self.gradients[0] if self.summed_in_place else self.q
         # What turns an unscaled score into the exponent of 2: of exp(s), or of exp(2x) in the softcap's tanh(x).
         self.exponent = LOG2E * (2.0 * spec.scale / spec.softcap if spec.softcap else spec.scale)
         # What kind of program it takes: edges, whose scales vary, a soft cap, a rotation.
@@ -115,8 +125,8 @@ class Prepared(NamedTuple):
     """Everything that the two kernels read.
 
     ``k_scale`` and ``v_scale`` are the descales in fp32; ``turn`` is the matrix that undoes a rotation.  ``sums``:
-    zeros (B, H, padded Sq, padded D) in bf16 for the fused kernel, which reads ``gradient`` in its own units and no
-    ``k.wide``.  ``lengths`` are None where all sequences have the spec's.
+    zeros in bf16 for the fused kernel, dQ itself or (B, H, padded Sq, padded D); that kernel reads ``gradient`` in its
+    own units and no ``k.wide``.  ``lengths`` are None where all sequences have the spec's.
     """
 
     layout: Layout

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from attnbench.errors import InputError
 from attnbench.graph_pools import permanent
-from attnbench.kernels.contract import gradient_dtype
 from attnbench.problem.fp8 import Quantised, hadamard
 from attnbench.problem.lengths import Lengths
 from attnbench.problem.spec import AttentionSpec, Granularity
@@ -23,7 +22,7 @@ from ..forward.hopper import launch as forward_hopper_launch
 from ..launching import KEPT
 from ..quantise.stored import Form, Stored
 from ..tile_map import Tiled, one_sided, sequences_of, tile_map
-from .copies import PADDING, TOKENS, Copies, Source, aligned, copies_of, lay_out
+from .copies import PADDING, TOKENS, Copies, Source, aligned, contiguous, copies_of, lay_out, padded
 from .hopper import launch as hopper
 from .layout import BLOCK, GradientPlan, gradient_plan, lay_out_gradient
 from .operands import Extent, Layout, Prepared, turn_factor
@@ -46,14 +45,15 @@ class _Operand(NamedTuple):
 class _Plan(NamedTuple):
     """The layout, memory for what is used up within a call, and the two passes that fill it.
 
-    ``sums``: those of the fused kernel are there too, the last in the block; apart if they become dQ itself.
+    ``sums``: those of the fused kernel are there too, the last in the block; apart if they become dQ itself, and then
+    ``zeroed`` where no pass over Q does that.
     """
 
     layout: Layout
     block: Block
     gradient: GradientPlan
     copies: Copies
-    sums: Literal["none", "within", "apart"]
+    sums: Literal["none", "within", "apart", "zeroed"]
 
 
 def prepared(
@@ -98,17 +98,19 @@ def prepared(
     places = [None if part is None else Piece(memory, part) for part in plan.block.parts]
     by_query = by_queries = by_key = None
     if lengths is not None:
-        by_query, by_queries, by_key = _tables(layout.extent, lengths, device)
+        by_query, by_queries, by_key = _tables(layout, lengths, device)
     descales = of_q.descale, of_k.descale, of_v.descale
     gradient = lay_out_gradient(plan.gradient, grad_out, out, lse, descales, places[:_GRADIENT], by_query)
     sums: Tensor | Piece | None = None
     if plan.sums == "within":
         sums = places.pop()
-    elif plan.sums == "apart":
-        sums = torch.empty(layout.q, dtype=torch.bfloat16, device=device)
+    elif plan.sums != "none":
+        new = torch.zeros if plan.sums == "zeroed" else torch.empty
+        sums = new(layout.sums, dtype=torch.bfloat16, device=device)
     tensors = of_q.data, of_k.data, of_v.data, gradient.laid.data
+    zeros = None if plan.sums == "zeroed" else sums, None, None, None
     laid_q, laid_k, laid_v, *laid_do = lay_out(
-        plan.copies, tensors, places[_GRADIENT:], (sums, None, None, None), (by_queries, by_key, by_key, None), device
+        plan.copies, tensors, places[_GRADIENT:], zeros, (by_queries, by_key, by_key, None), device
     )
     if narrow:
         gradient = gradient._replace(laid=laid_do[0])
@@ -138,12 +140,16 @@ def _form(
     return Form(data, descale, granularity, rotated)
 
 
-def _tables(extent: Extent, lengths: Lengths, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _tables(layout: Layout, lengths: Lengths, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
     """For dO's pass, and for copies of the queries and of the keys."""
+    extent = layout.extent
+    by_key = None
+    if not layout.keys_in_place:
+        by_key = tile_map(one_sided(lengths, "kv"), extent.batch, _tiles_of(extent.seqlen_kv), device)
     return (
         tile_map(lengths, extent.batch, _tiles_of_gradient(extent), device),
         tile_map(one_sided(lengths, "q"), extent.batch, _tiles_of(extent.seqlen_q), device),
-        tile_map(one_sided(lengths, "kv"), extent.batch, _tiles_of(extent.seqlen_kv), device),
+        by_key,
     )
 
 
@@ -175,18 +181,21 @@ def _planned(
         tiled_q, tiled_kv = ((sequences, _tiles_of(stored)) for stored in (extent.seqlen_q, extent.seqlen_kv))
         tiled_do = sequences, _tiles_of_gradient(extent)
     scales = tuple((x.descale.shape, x.descale.strides) for x in (q, k, v))
-    layout = _layout(spec, q.rotated, here, scales, extent)
-    fused = fused and layout.served
+    lies = [(x.data.shape, x.data.strides, x.data.dtype, each) for x, each in zip((q, k, v), readable, strict=True)]
+    # Only a kernel that makes all gradients hides what lies behind a sequence.
+    there = fused and sequences is not None and all(map(_readable, lies[1:]))
+    layout = _layout(spec, q.rotated, here, scales, extent, there)
+    fused, there = fused and layout.served, layout.keys_in_place
+    place = "none" if not fused else "within" if not layout.summed_in_place else "zeroed" if extent else "apart"
     gradient = gradient_plan(
         spec, grad, out, lse, [q.descale, k.descale, v.descale], narrow=narrow,
         factor=layout.scale if fused else None, sequences=tiled_do, shared=layout.extent.shared,
     )  # fmt: skip
     by_key, by_query = (narrow and layout.served and tile.hopper is not None for tile in tiles[:2])
-    lies = [(x.data.shape, x.data.strides, x.data.dtype, each) for x, each in zip((q, k, v), readable, strict=True)]
     sources = [
-        Source(*lies[0], not narrow, narrow, by_key, fused, tiled_q, halved=True),
-        Source(*lies[1], not (narrow or fused), narrow, by_query, sequences=tiled_kv, halved=True),
-        Source(*lies[2], sequences=tiled_kv),
+        Source(*lies[0], not narrow, narrow, by_key, place in ("within", "apart"), tiled_q, halved=True),
+        Source(*lies[1], not (narrow or fused), narrow, by_query, False, tiled_kv, halved=True, in_place=there),
+        Source(*lies[2], sequences=tiled_kv, in_place=there),
     ]
     if narrow:
         _, heads, tokens, size = layout.do
@@ -194,22 +203,26 @@ def _planned(
         sources.append(Source(layout.do, strides, torch.float8_e4m3fn, True, False, True, by_key))
     copies = copies_of(sources)
     wanted = [*gradient.wanted, *copies.wanted]
-    if not fused:
-        return _Plan(layout, Block(wanted), gradient, copies, "none")
-    if layout.summed_in_place and gradient_dtype(spec) == torch.bfloat16:
-        return _Plan(layout, Block(wanted), gradient, copies, "apart")
-    return _Plan(layout, Block([*wanted, Wanted(layout.q, torch.bfloat16)]), gradient, copies, "within")
+    if place == "within":
+        wanted.append(Wanted(layout.sums, torch.bfloat16))
+    return _Plan(layout, Block(wanted), gradient, copies, place)
+
+
+def _readable(lies: tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]) -> bool:
+    """Whether a kernel can read an operand's tokens where they lie."""
+    shape, strides, _, begins = lies
+    return begins and padded(shape[3]) == shape[3] and contiguous(shape, strides)
 
 
 @lru_cache(maxsize=KEPT)
 def _layout(
     spec: AttentionSpec, rotated: bool, here: bool, scales: tuple[tuple[Sequence[int], Sequence[int]], ...],
-    extent: Extent | None = None,
+    extent: Extent | None = None, keys_in_place: bool = False,
 ) -> Layout:  # fmt: skip
-    """``here``: on a GPU that runs the Hopper kernels; ``scales`` and ``extent`` as in ``Layout``."""
+    """``here``: on a GPU that runs the Hopper kernels; what follows as in ``Layout``."""
     per_token = any(shape[2] > 1 for shape, _ in scales) and not (extent is not None and extent.shared)
     served = here and hopper.serves(spec, per_token=per_token)
-    return Layout(spec, rotated, served, scales, extent)
+    return Layout(spec, rotated, served, scales, extent, keys_in_place)
 
 
 @permanent

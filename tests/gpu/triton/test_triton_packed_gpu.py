@@ -58,8 +58,9 @@ def test_each_sequence_is_what_it_is_alone(name: str, size: int, mask: Mask) -> 
 
 
 def test_what_is_not_finite_stays_in_its_sequence() -> None:
-    batch = Documents(((300, 300), (1, 1), (77, 77), (1000, 1000)), Mask(right=0), (8, 2), 128, 128, device=DEVICE)
-    for name in ("fp8", "fp8-token"):
+    lengths, sizes = ((300, 300), (1, 1), (77, 77), (1000, 1000)), {"head_dim": 128, "head_dim_v": 128}
+    for name, heads in (("fp8", (8, 2)), ("fp8-head", (8, 2)), ("fp8-head", (4, 4)), ("fp8-token", (8, 2))):
+        batch = Documents(lengths, Mask(right=0), heads=heads, device=DEVICE, **sizes)
         forward, parts = TritonForward(name), batch.parts()
         whole = answers(batch, forward, WIDE)
         for x in parts[1] + parts[2]:

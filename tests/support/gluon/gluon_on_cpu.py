@@ -119,7 +119,7 @@ def _language() -> ModuleType:
         convert_layout=lambda x, layout, assert_trivial=False: x, allocate_shared_memory=_allocate,
         warp_specialize=specialize, SliceLayout=nothing, NVMMADistributedLayout=nothing, DotOperandLayout=nothing,
         BlockedLayout=nothing, NVMMASharedLayout=_layout, SwizzledSharedLayout=_layout, int32=torch.int32,
-        float32=torch.float32, bfloat16=torch.bfloat16, int64=torch.int64,
+        float32=torch.float32, bfloat16=torch.bfloat16, int8=torch.int8, int16=torch.int16, int64=torch.int64,
     )  # fmt: skip
     return gl
 

@@ -224,7 +224,7 @@ def run(given: Prepared, kind: Kind, tile: Tile, dtype: torch.dtype, narrow: boo
         raise RuntimeError("the Hopper kernels do not serve this")
     if kind == "all":
         if tile.hopper is not None:
-            sums = torch.zeros(given.layout.q, dtype=torch.bfloat16, device=given.q.data.device)
+            sums = torch.zeros(given.layout.sums, dtype=torch.bfloat16, device=given.q.data.device)
             return backward_launch.run_all(given, sums, dtype)
         return *run(given, "queries", tile, dtype, narrow), *run(given, "keys", tile, dtype, narrow)
     if kind == "keys":

@@ -64,25 +64,23 @@ _Given = namedtuple(
 
 @gluon.jit
 def _sequence(tiles, before, after, aligned: gl.constexpr):
-    """The program's row of the table: (batch entry, first key, where the sequence's keys start, their number, its
-    queries, the slots of queries and keys, the sequence's own ``before`` and ``after``).
+    """The program's row of the table: (batch entry, first key, where the sequence's queries and keys start, their
+    numbers, the slots of queries and keys, the sequence's own ``before`` and ``after``).
     """
     row = tiles + (1 + block_and_head()[0]) * _ROW
     queries, keys = gl.load(row + 3), gl.load(row + 5)
     if aligned:
         before, after = before - (keys - queries), after + (keys - queries)
-    # A sequence without queries has a slot all the same, whose queries see nothing.
-    queries = gl.maximum(queries, 1)
     return (
-        gl.load(row), gl.load(row + 1), gl.load(row + 4), keys, queries, gl.load(row + 6), gl.load(row + 7), before,
-        after,
+        gl.load(row), gl.load(row + 1), gl.load(row + 2), gl.load(row + 4), queries, keys, gl.load(row + 6),
+        gl.load(row + 7), before, after,
     )  # fmt: skip
 
 
 @gluon.jit
 def _load(
     given, tiles, group: gl.constexpr, block_m: gl.constexpr, left: gl.constexpr, right: gl.constexpr,
-    rotated: gl.constexpr, aligned: gl.constexpr,
+    rotated: gl.constexpr, aligned: gl.constexpr, keys_in_place: gl.constexpr,
 ):  # fmt: skip
     """Brings K and V of the program's keys, then block after block of the queries that see one of them."""
     seqlen_q, seqlen_kv, before, after = given.seqlen_q, given.seqlen_kv, given.before, given.after
@@ -90,8 +88,12 @@ def _load(
     first_key = block * (CONSUMERS * ROWS)
     key_row, q_slot = kv_head * given.padded_kv, 0
     if tiles is not None:
-        _, first_key, _, seqlen_kv, seqlen_q, q_slot, k_slot, before, after = _sequence(tiles, before, after, aligned)
-        key_row += k_slot
+        batch, first_key, _, k_start, seqlen_q, seqlen_kv, q_slot, k_slot, before, after = _sequence(
+            tiles, before, after, aligned
+        )
+        # A sequence without queries has a slot all the same, whose queries see nothing.
+        seqlen_q = gl.maximum(seqlen_q, 1)
+        key_row += batch * given.kv_heads * given.padded_kv + k_start if keys_in_place else k_slot
     key_row += first_key
     mbarrier.expect(given.held, CONSUMERS * (given.k.block_type.nbytes + given.v.block_type.nbytes))
     for i in gl.static_range(CONSUMERS):
@@ -125,6 +127,16 @@ def _load(
             mbarrier.wait(given.wide_free.index((turns + more) & 1), ((turns + more) >> 1) & 1 ^ 1)
         mbarrier.expect(given.turn_filled, given.turn.block_type.nbytes)
         tma.async_copy_global_to_shared(given.turn, [0, 0], given.turn_filled, given.turning)
+
+
+@gluon.jit
+def _clear_behind(tile, count):
+    """Zeros instead of a tile's rows from ``count`` on, which may be another sequence's."""
+    size: gl.constexpr = tile.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 16], [512 // size, size // 16], [4, 1], [1, 0])
+    own = (gl.arange(0, ROWS, gl.SliceLayout(1, layout)) < count)[:, None]
+    bits = gl.where(own, tile.load(layout).to(gl.int8, bitcast=True), 0)
+    tile.store(bits.to(tile.dtype, bitcast=True))
 
 
 @gluon.jit
@@ -168,9 +180,17 @@ def _add_queries(sums, dq, staged, turn, row, which: gl.constexpr):
 
 
 @gluon.jit
+def _first_rows(dq, count):
+    """dQ of a block, and 0 instead of its rows from ``count`` on."""
+    own = gl.arange(0, dq.shape[0], gl.SliceLayout(1, dq.type.layout)) < count
+    return gl.where(own[:, None], dq, 0.0)
+
+
+@gluon.jit
 def _sum_up(
     which: gl.constexpr, given, tiles, group: gl.constexpr, block_m: gl.constexpr, left: gl.constexpr,
     right: gl.constexpr, ragged: gl.constexpr, rotated: gl.constexpr, aligned: gl.constexpr,
+    keys_in_place: gl.constexpr, dq_in_place: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of 64 keys, and half the columns of what 128 keys add to dQ."""
     seqlen_q, seqlen_kv, before, after = given.seqlen_q, given.seqlen_kv, given.before, given.after
@@ -184,15 +204,19 @@ def _sum_up(
     block, kv_head = block_and_head()
     first_key = block * (CONSUMERS * ROWS)
     q_slot = 0
+    queries, dq_top = seqlen_q, 0
     if tiles is None:
         at = kv_head.to(gl.int64) * seqlen_kv
         batch, own = (kv_head // given.kv_heads).to(gl.int64), kv_head % given.kv_heads
         k_place = given.k_descale + batch * given.k_batch + own * given.k_head
     else:
-        stored = seqlen_kv
-        batch, first_key, k_start, seqlen_kv, seqlen_q, q_slot, _, before, after = _sequence(
+        stored, stored_q = seqlen_kv, seqlen_q
+        batch, first_key, q_start, k_start, queries, seqlen_kv, q_slot, _, before, after = _sequence(
             tiles, before, after, aligned
         )
+        seqlen_q = gl.maximum(queries, 1)
+        if dq_in_place:
+            dq_top = (batch * given.kv_heads + kv_head) * stored_q + q_start
         at = (batch.to(gl.int64) * given.kv_heads + kv_head) * stored + k_start
         # Descales of a sequence have the places of its tokens, one behind the other; the last may have none.
         k_place = (
@@ -218,6 +242,12 @@ def _sum_up(
     # Before the first block there is none whose dS to multiply: zeros, with the queries that are there.
     given.score_grads.index(1).slice(which * ROWS, ROWS, 0).store(gl.zeros([ROWS, block_m], gl.bfloat16, s_layout))
     mbarrier.wait(given.held, 0)
+    if keys_in_place:
+        own_keys = seqlen_kv - first_key - which * ROWS
+        if own_keys < ROWS:
+            _clear_behind(k_tile, own_keys)
+            _clear_behind(v_tile, own_keys)
+            fence_async_shared()
     _widen(k_tile, given.wide_keys, which)  # the other warpgroup's keys are there when its first dS is
     fence_async_shared()
     mbarrier.wait(given.narrow.index(0), 0)
@@ -273,7 +303,7 @@ def _sum_up(
             if turns > 0:
                 _add_queries(given.dq_sums, dq, given.staged, other, last_row, which)
             s = warpgroup_mma_wait(0, [s])
-            last_row = row
+            last_row = dq_top + start if dq_in_place else row
             turns += 1
     last = (turns - 1) & 1
     ds = given.score_grads.index(last).slice(which * ROWS, ROWS, 0)
@@ -281,6 +311,8 @@ def _sum_up(
     mbarrier.arrive(given.wide_free.index(last), count=1)
     mbarrier.wait(given.grads_made.index(last), ((turns - 1) >> 1) & 1)
     dq = warpgroup_mma_wait(0, [_query_product(given.score_grads.index(last), given.wide_keys.index(which), dq_layout)])
+    if dq_in_place:  # of one query head alone: no block but this one has rows that may be another sequence's
+        dq = _first_rows(dq, queries - first - (blocks - 1) * block_m)
     _add_queries(given.dq_sums, dq, given.staged, last, last_row, which)
 
     if rotated:
@@ -289,8 +321,7 @@ def _sum_up(
     top = first_key + which * ROWS
     dk = dk * (q_own / k_own)
     if tiles is not None:  # keys that no query asks for may hold anything
-        asked = gl.load(tiles + (1 + block) * _ROW + 3) > 0
-        dk, dv = gl.where(asked, dk, 0.0), gl.where(asked, dv, 0.0)
+        dk, dv = gl.where(queries > 0, dk, 0.0), gl.where(queries > 0, dv, 0.0)
     store(given.dk_out, dk, at, top, seqlen_kv, 0, given.size, dk_layout)
     store(given.dv_out, dv, at, top, seqlen_kv, 0, given.size_v, dv_layout)
     tma.store_wait(0)  # shared memory is the program's until it ends
@@ -306,15 +337,16 @@ def all_gradients_hopper(
     k_batch, k_head, kv_heads, seqlen_q, seqlen_kv, padded_q, padded_kv, plane, size, size_v,
     exponent, before, after,
     group: gl.constexpr, left: gl.constexpr, right: gl.constexpr, ragged: gl.constexpr, rotated: gl.constexpr,
-    registers: gl.constexpr, aligned: gl.constexpr,
+    registers: gl.constexpr, aligned: gl.constexpr, keys_in_place: gl.constexpr, dq_in_place: gl.constexpr,
 ):  # fmt: skip
     """dK (B, Hkv, Skv, D) and dV (B, Hkv, Skv, Dv), contiguous, of 128 keys of one key head, and their part of dQ.
 
-    ``dq_sums`` (B·H, padded Sq, padded D) bf16 is added to: dQ, rotated if Q was.  ``factors`` turn dO·v of the e4m3
-    numbers into the units of delta, in which dQ is dS · K of the e4m3 numbers.  ``ragged``: the last program's keys are
-    fewer.  ``tiles``: the table of sequences that have lengths of their own, or None.  With it all that is laid out has
-    slots, and ``aligned`` says that a sequence's ``after`` is larger, and ``before`` smaller, by its keys less its
-    queries.
+    ``dq_sums`` in bf16 is added to: dQ, rotated if Q was, (B·H, padded Sq, padded D) or as it is returned.  ``factors``
+    turn dO·v of the e4m3 numbers into the units of delta, in which dQ is dS · K of the e4m3 numbers.  ``ragged``: the
+    last program's keys are fewer.  ``tiles``: the table of sequences that have lengths of their own, or None.  With it
+    all that is laid out has slots; but K and V are read where they lie if ``keys_in_place``, and dQ is added up where
+    it is returned if ``dq_in_place``, which takes as many key heads as heads.  ``aligned`` says that a sequence's
+    ``after`` is larger, and ``before`` smaller, by its keys less its queries.
     """
     if tiles is not None:  # noqa: SIM102 (where all lengths are alike there is no branch)
         if block_and_head()[0] >= gl.load(tiles):
@@ -371,10 +403,14 @@ def all_gradients_hopper(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (_sum_up, (0, given, tiles, group, block_m, left, right, ragged, rotated, aligned)),
-            (_sum_up, (1, given, tiles, group, block_m, left, right, ragged, rotated, aligned)),
-            (_load, (given, tiles, group, block_m, left, right, rotated, aligned)),
+            (_sum_up, (
+                0, given, tiles, group, block_m, left, right, ragged, rotated, aligned, keys_in_place, dq_in_place
+            )),
+            (_sum_up, (
+                1, given, tiles, group, block_m, left, right, ragged, rotated, aligned, keys_in_place, dq_in_place
+            )),
+            (_load, (given, tiles, group, block_m, left, right, rotated, aligned, keys_in_place)),
         ],
         [4, 1],
         [registers, 24],
-    )
+    )  # fmt: skip

@@ -85,7 +85,7 @@ def _keys(layout: Layout, ring: Ring, narrow: bool, dtype: torch.dtype) -> tuple
 
 
 def run_all(given: Prepared, dq_sums: Tensor | Piece, dk_out: Tensor, dv_out: Tensor) -> None:
-    """Adds to dQ's sums (B, H, padded Sq, padded D) bf16, and writes dK and dV, on the current stream."""
+    """Adds to dQ's sums, in bf16, and writes dK and dV, on the current stream."""
     do, rows = given.gradient.laid, given.gradient.rows
     tiles, start = _all(given.layout, dk_out.dtype)
     tiled = (
@@ -103,7 +103,7 @@ def _all(layout: Layout, dtype: torch.dtype) -> tuple[tuple[Described, ...], Lau
     tiles = (
         _tiles(layout.q, _ROWS), _tiles(layout.do, _ROWS), _tiles(layout.k, _ROWS), _tiles(layout.v, _ROWS),
         _tiles(layout.q, _ROWS), _tiles(layout.do, _ROWS),
-        _pieces(layout, _ROWS), _turning(layout, narrow=False), _halves(layout.q, _ROWS),
+        _pieces(layout, _ROWS), _turning(layout, narrow=False), _halves(layout.sums, _ROWS),
     )  # fmt: skip
     extent = layout.extent
     unequal = extent.sequences is not None
@@ -112,6 +112,7 @@ def _all(layout: Layout, dtype: torch.dtype) -> tuple[tuple[Described, ...], Lau
         spec.kv_heads, extent.seqlen_q, extent.seqlen_kv, layout.padded_q, layout.padded_kv, layout.plane,
         spec.head_dim, spec.head_dim_v, layout.exponent, layout.before, layout.after, spec.group,
         *layout.edges, unequal or spec.seqlen_kv % KEPT != 0, *_ends(layout, narrow=False), layout.aligned,
+        layout.keys_in_place, unequal and layout.summed_in_place,
     )  # fmt: skip
     alike = dtype, layout.head_dim, layout.head_dim_v, unequal
     grid = extent.tiles("kv", KEPT), extent.entries * spec.kv_heads, 1

@@ -13,7 +13,7 @@ from hopper_backward import on_cpu
 from packed import Documents, answers
 
 from attnbench import Mask
-from attnbench.kernels.contract import Inputs
+from attnbench.kernels.contract import Inputs, Saved
 
 pytest.importorskip("triton", minversion="3.6")
 from attnbench.backends.triton.interpreter import interpreted
@@ -28,6 +28,7 @@ from attnbench.backends.triton.backward.tiles import Tile as BackwardTile
 from attnbench.backends.triton.forward import launch as triton_forward
 from attnbench.backends.triton.forward.hopper import launch as hopper
 from attnbench.backends.triton.forward.tiles import Tile
+from attnbench.backends.triton.launching import Launch
 
 END = "bottom-right"
 MODULES = [
@@ -104,21 +105,30 @@ def test_programs_leave_a_table_as_it_was() -> None:
     assert operands.native.tiles[0, :3].tolist() == [3, 0, 0]
 
 
-@pytest.mark.parametrize(("lengths", "mask", "tile", "name"), CASES[:2], ids=lambda x: str(x)[:30])
+@pytest.mark.parametrize(
+    ("case", "heads", "padding"),
+    [(CASES[0], (2, 1), None), (CASES[1], (2, 2), None), (CASES[1], (2, 2), "left")],
+    ids=["grouped", "dQ in place", "left-padded"],
+)
 def test_each_sequence_has_the_gradients_that_it_has_alone(
-    lengths: tuple[tuple[int, int], ...], mask: Mask, tile: Tile, name: str
+    case: tuple[tuple[tuple[int, int], ...], Mask, Tile, str], heads: tuple[int, int], padding: str | None
 ) -> None:
     """dQ is added up in bf16 in the order in which programs come."""
-    batch = Documents(lengths, mask, heads=(2, 1), head_dim=64, head_dim_v=64)
+    lengths, mask, tile, name = case
+    batch = Documents(lengths, mask, heads=heads, head_dim=64, head_dim_v=64, padding=padding)
     forward = TritonForward(name, tile)
     for found, alone in zip(answers(batch, forward, BACKWARD), batch.alone(forward, BACKWARD), strict=True):
         assert all(torch.equal(x, y) for x, y in zip(found[3:], alone[3:], strict=True))
         assert (found[2] - alone[2]).float().norm() <= 0.01 * alone[2].float().norm()
 
 
-def test_what_is_not_finite_stays_in_its_sequence() -> None:
-    batch = Documents(((70, 70), (40, 40), (135, 135)), Mask(right=0), head_dim=64, head_dim_v=64)
-    forward = TritonForward("fp8", PERSISTENT)
+@pytest.mark.parametrize("padding", [None, "left"])
+@pytest.mark.parametrize("heads", [(2, 1), (2, 2)], ids=["grouped", "dQ in place"])
+def test_what_is_not_finite_stays_in_its_sequence(heads: tuple[int, int], padding: str | None) -> None:
+    batch = Documents(
+        ((70, 70), (40, 40), (135, 135)), Mask(right=0), heads=heads, head_dim=64, head_dim_v=64, padding=padding
+    )
+    forward = TritonForward("fp8-head", PERSISTENT)
     whole, parts = answers(batch, forward, BACKWARD), batch.parts()
     for x in parts[1]:
         x.fill_(torch.nan)
@@ -128,13 +138,62 @@ def test_what_is_not_finite_stays_in_its_sequence() -> None:
     assert all(bool(x.isnan().any()) for x in spoilt[1])
 
 
-def test_keys_that_no_query_asks_for_get_no_gradient_whatever_they_hold() -> None:
-    batch = Documents(((70, 70), (0, 30)), head_dim=64, head_dim_v=64)
-    parts = batch.parts()
+@pytest.mark.parametrize("spoilt", ["k", "v"])
+def test_keys_behind_a_sequence_are_not_read_as_its_own(spoilt: str) -> None:
+    """The interpreter gives what is not finite a scale that is not, a GPU writes NaN in e4m3."""
+    batch = Documents(((70, 70), (40, 40), (135, 135)), Mask(right=0), head_dim=64, head_dim_v=64)
+    (q, k, v, grad), lengths, spec = batch.together(batch.parts())
+    forward = TritonForward("fp8-head", PERSISTENT)
+    operands = forward.prepare(Inputs(q, k, v, lengths), spec)
+    saved = Saved(operands.kept(), *forward.run(operands))
+    whole = batch.apart((q, q, *BACKWARD.run(saved, grad)))
+    getattr(saved.operands, spoilt).data.view(torch.uint8)[:, :, 70:110] = 0x7F
+    found = batch.apart((q, q, *BACKWARD.run(saved, grad)))
+    for index in (0, 2):
+        assert all(torch.equal(x, y) for x, y in zip(found[index], whole[index], strict=True))
+    assert bool(found[1][2].isnan().any())
+
+
+@pytest.mark.parametrize("heads", [(2, 1), (2, 2)], ids=["grouped", "dQ in place"])
+def test_keys_that_no_query_asks_for_get_no_gradient_and_give_none(heads: tuple[int, int]) -> None:
+    """Whatever they hold."""
+    batch = Documents(((70, 70), (0, 30), (65, 65)), heads=heads, head_dim=64, head_dim_v=64)
+    forward, parts = TritonForward("fp8-head", PERSISTENT), batch.parts()
+    whole = answers(batch, forward, BACKWARD)
     for x in parts[1]:
         x.fill_(torch.nan)
-    for x in answers(batch, TritonForward("fp8", PERSISTENT), BACKWARD, parts)[1][3:]:
-        assert torch.equal(x, torch.zeros_like(x))
+    spoilt = answers(batch, forward, BACKWARD, parts)
+    assert not any(bool(x.count_nonzero()) for x in spoilt[1][3:])
+    for index in (0, 2):
+        assert all(torch.equal(x, y) for x, y in zip(spoilt[index], whole[index], strict=True))
+
+
+def test_keys_values_and_dq_are_read_and_summed_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a packed batch only Q and dO have copies, and no pass follows the kernel."""
+    launched: list[str] = []
+    start, seen = Launch.__call__, []
+
+    def starting(launch: Launch, *said: Any) -> None:
+        launched.append(launch.kernel.__name__)
+        start(launch, *said)
+
+    monkeypatch.setattr(Launch, "__call__", starting)
+    with on_cpu(lambda: False, lambda *said: seen.append(said)):
+        batch = Documents(((70, 70), (135, 135)), Mask(right=0), heads=(2, 2), head_dim=64, head_dim_v=64)
+        (q, k, v, grad), lengths, spec = batch.together(batch.parts())
+        forward = TritonForward("fp8-head", PERSISTENT)
+        operands = forward.prepare(Inputs(q, k, v, lengths), spec)
+        out, lse, state = forward.run(operands)
+        launched.clear()
+        dq, _, _ = BACKWARD.run(Saved(operands.kept(), out, lse, state), grad)
+    ((_, prepared),) = seen
+    assert [name for name in launched if name != "write_rows"] == [
+        "_lay_out_gradient", "_lay_out", "all_gradients_hopper",
+    ]  # fmt: skip
+    assert prepared.sums is not None
+    assert prepared.sums.data_ptr() == dq.data_ptr()
+    for laid, x in ((prepared.k, operands.k), (prepared.v, operands.v)):
+        assert laid.data.data_ptr() == x.data.data_ptr()
 
 
 @pytest.mark.parametrize("head_dim_v", [64, 80])
