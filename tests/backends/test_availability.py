@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -93,3 +95,14 @@ def test_what_is_installed_is_available_or_the_reason_names_what_is_missing(
     assert case.install in (found.install or "")
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "without CUDA" in (case.backend.BACKEND.availability().reason or "")
+
+
+def test_looking_at_our_own_backend_imports_no_triton() -> None:
+    pytest.importorskip("triton")
+    looked = (
+        "import sys; from attnbench.backends.triton import BACKEND; from attnbench import AttentionSpec;"
+        "from attnbench.kernels.capabilities import Device; assert BACKEND.availability().version;"
+        "spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=8, head_dim=64);"
+        "[k.refusals(spec, Device('cpu', 'CPU')) for k in BACKEND.kernels]; assert 'triton' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", looked], check=True)

@@ -25,7 +25,8 @@ from ..launching import on
 from ..tile_map import Tiled, one_sided, sequences_of, tile_map
 from .deferred import Deferred
 from .interleaving import interleaved
-from .kernels import PADDING, Job
+from .jobs import Job
+from .kernels import PADDING
 from .layout import TILES, Layout, Outline, Places, Tiles, layout_of, signs, tiles_for
 from .stored import Stored
 

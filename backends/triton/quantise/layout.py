@@ -20,7 +20,8 @@ from ...common.layout import rounded_up
 from ..blocks import Block, Part, Wanted
 from ..launching import KEPT, Launch
 from ..tile_map import Tiled, capacity
-from .kernels import PADDING, Size, cast, largest_magnitudes
+from .jobs import Size
+from .kernels import PADDING, cast, largest_magnitudes
 from .stored import Form
 
 __all__ = ["TILES", "Layout", "Outline", "Places", "Tiles", "layout_of", "signs", "tiles_for"]

@@ -79,7 +79,7 @@ KERNELS = [
     f"attnbench.backends.triton.{name}"
     for name in (
         *(f"backward.hopper.{kernel}" for kernel in (
-            "fused", "keys", "queries", "shared", "narrow", "narrow_keys", "narrow_queries",
+            "fused", "fused_tiles", "keys", "queries", "shared", "narrow", "narrow_keys", "narrow_queries",
         )),
         "forward.hopper.softmax",
     )

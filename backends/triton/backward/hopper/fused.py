@@ -17,10 +17,8 @@ from __future__ import annotations
 
 from collections import namedtuple
 
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -31,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...tile_rows import ROW as TABLE_ROW
 from ..layout import BLOCK
+from .fused_tiles import STAGED, add_queries, clear_behind, first_rows, widen
 from .shared import (
     CONSUMERS,
     ROWS,
@@ -49,7 +48,6 @@ __all__ = ["all_gradients_hopper"]
 _ROW = gl.constexpr(TABLE_ROW.value)
 _NEVER = gl.constexpr(1 << 30)  # behind every query
 _SHARED = gl.constexpr(BLOCK.bit_length() - 1)  # so many bits of a query are its place among those with one factor
-_STAGED = gl.constexpr(2)  # blocks of a warpgroup's dQ in shared memory, a power of two
 
 # What partitions are given: tensors and descriptors, shared memory (a Triton tuple has `values` of its own), barriers,
 # numbers.
@@ -130,60 +128,12 @@ def _load(
 
 
 @gluon.jit
-def _clear_behind(tile, count):
-    """Zeros instead of a tile's rows from ``count`` on, which may be another sequence's."""
-    size: gl.constexpr = tile.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 16], [512 // size, size // 16], [4, 1], [1, 0])
-    own = (gl.arange(0, ROWS, gl.SliceLayout(1, layout)) < count)[:, None]
-    bits = gl.where(own, tile.load(layout).to(gl.int8, bitcast=True), 0)
-    tile.store(bits.to(tile.dtype, bitcast=True))
-
-
-@gluon.jit
-def _widen(keys, wide_keys, which: gl.constexpr):
-    """Lays a warpgroup's keys down in bf16, which is exact: as its rows of both halves of the columns."""
-    part: gl.constexpr = wide_keys.shape[2]
-    # 16 columns to a thread, so that it reads and writes whole vectors.
-    layout: gl.constexpr = gl.BlockedLayout([1, 16], [512 // part, part // 16], [4, 1], [1, 0])
-    for half in gl.static_range(2):
-        tile = keys.slice(half * part, part, 1).load(layout).to(gl.bfloat16)
-        wide_keys.index(half).slice(which * ROWS, ROWS, 0).store(tile)
-
-
-@gluon.jit
 def _query_product(score_grads, wide_keys, layout: gl.constexpr):
     """Starts dS · K for some of the columns; both have the keys as rows."""
     rows: gl.constexpr = score_grads.shape[1]
     columns: gl.constexpr = wide_keys.shape[1]
     zeros = gl.zeros([rows, columns], gl.float32, layout)
     return warpgroup_mma(score_grads.permute([1, 0]), wide_keys, zeros, use_acc=False, is_async=True)
-
-
-@builtin
-def _add_shared_to_global(tensor_desc, coord, src, _semantic=None):
-    """Starts to add a block of shared memory to the tensor from ``coord`` on; ``tma.store_wait`` waits for the reads.
-
-    Gluon's language has the copy alone, its compiler the addition too.
-    """
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
-
-
-@gluon.jit
-def _add_queries(sums, dq, staged, turn, row, which: gl.constexpr):
-    """Adds dQ of a block to the sums from ``row`` on: a warpgroup's half of the columns."""
-    place = staged.index(which * _STAGED + (turn & (_STAGED - 1)))
-    tma.store_wait(_STAGED - 1)
-    place.store(dq.to(sums.dtype))
-    fence_async_shared()
-    _add_shared_to_global(sums, [row, which * dq.shape[1]], place)
-
-
-@gluon.jit
-def _first_rows(dq, count):
-    """dQ of a block, and 0 instead of its rows from ``count`` on."""
-    own = gl.arange(0, dq.shape[0], gl.SliceLayout(1, dq.type.layout)) < count
-    return gl.where(own[:, None], dq, 0.0)
 
 
 @gluon.jit
@@ -245,10 +195,10 @@ def _sum_up(
     if keys_in_place:
         own_keys = seqlen_kv - first_key - which * ROWS
         if own_keys < ROWS:
-            _clear_behind(k_tile, own_keys)
-            _clear_behind(v_tile, own_keys)
+            clear_behind(k_tile, own_keys)
+            clear_behind(v_tile, own_keys)
             fence_async_shared()
-    _widen(k_tile, given.wide_keys, which)  # the other warpgroup's keys are there when its first dS is
+    widen(k_tile, given.wide_keys, which)  # the other warpgroup's keys are there when its first dS is
     fence_async_shared()
     mbarrier.wait(given.narrow.index(0), 0)
     s = warpgroup_mma_wait(0, [transposed_product(k_tile, given.queries.index(0), block_m, s_layout)])
@@ -301,7 +251,7 @@ def _sum_up(
             dq = warpgroup_mma_wait(1, [dq])
             mbarrier.arrive(given.grads_free.index(other), count=1, pred=turns > 0)
             if turns > 0:
-                _add_queries(given.dq_sums, dq, given.staged, other, last_row, which)
+                add_queries(given.dq_sums, dq, given.staged, other, last_row, which)
             s = warpgroup_mma_wait(0, [s])
             last_row = dq_top + start if dq_in_place else row
             turns += 1
@@ -312,8 +262,8 @@ def _sum_up(
     mbarrier.wait(given.grads_made.index(last), ((turns - 1) >> 1) & 1)
     dq = warpgroup_mma_wait(0, [_query_product(given.score_grads.index(last), given.wide_keys.index(which), dq_layout)])
     if dq_in_place:  # of one query head alone: no block but this one has rows that may be another sequence's
-        dq = _first_rows(dq, queries - first - (blocks - 1) * block_m)
-    _add_queries(given.dq_sums, dq, given.staged, last, last_row, which)
+        dq = first_rows(dq, queries - first - (blocks - 1) * block_m)
+    add_queries(given.dq_sums, dq, given.staged, last, last_row, which)
 
     if rotated:
         mbarrier.wait(given.turn_filled, 0)
@@ -371,7 +321,7 @@ def all_gradients_hopper(
         gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2),
     )  # fmt: skip
     staged = gl.allocate_shared_memory(
-        dq_sums.dtype, [_STAGED * CONSUMERS, dq_sums.block_type.shape[0], dq_sums.block_type.shape[1]], dq_sums.layout
+        dq_sums.dtype, [STAGED * CONSUMERS, dq_sums.block_type.shape[0], dq_sums.block_type.shape[1]], dq_sums.layout
     )
     turning = wide_queries
     if rotated:

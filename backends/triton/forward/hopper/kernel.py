@@ -389,14 +389,10 @@ def triton_fp8_attention_forward_hopper(
         seqlen_q, seqlen_kv, programs, section, low, high, heads, group, head_dim_v,
     )  # fmt: skip
     # Written out, because a tuple that has a name keeps no constants.
-    gl.warp_specialize(
-        [
-            (_attend, (0, given, tiles, block_n, stages, left, right, part, parts, turns, full_width, chunks, chunks_v,
-                       casting, aligned)),
-            (_attend, (1, given, tiles, block_n, stages, left, right, part, parts, turns, full_width, chunks, chunks_v,
-                       casting, aligned)),
-            (_load, (given, tiles, block_n, stages, left, right, chunks, chunks_v, casting, aligned)),
-        ],
-        [4, 1],
-        [registers, 24],
-    )  # fmt: skip
+    gl.warp_specialize([
+        (_attend, (0, given, tiles, block_n, stages, left, right, part, parts, turns, full_width, chunks, chunks_v,
+                   casting, aligned)),
+        (_attend, (1, given, tiles, block_n, stages, left, right, part, parts, turns, full_width, chunks, chunks_v,
+                   casting, aligned)),
+        (_load, (given, tiles, block_n, stages, left, right, chunks, chunks_v, casting, aligned)),
+    ], [4, 1], [registers, 24])  # fmt: skip

@@ -312,15 +312,15 @@ def test_what_is_staged_is_added_before_it_is_overwritten(too_early: bool, late:
     """And the emulator sees it where it is not: the GPU may read a block as late as it is waited for."""
     sums, wanted = torch.zeros(256, 64, dtype=torch.bfloat16), torch.arange(1.0, 257.0).bfloat16()[:, None]
     with emulated(lambda: late, *KERNELS):
-        fused = importlib.import_module("attnbench.backends.triton.backward.hopper.fused")
-        tma = fused.tma
+        tiles = importlib.import_module("attnbench.backends.triton.backward.hopper.fused_tiles")
+        tma = tiles.tma
         if too_early:
-            fused.__dict__["tma"] = SimpleNamespace(store_wait=lambda pending: tma.store_wait(pending + 1))
+            tiles.__dict__["tma"] = SimpleNamespace(store_wait=lambda pending: tma.store_wait(pending + 1))
 
         def work() -> None:
             staged = Shared.allocate(torch.bfloat16, (4, 64, 64))
             for turn, block in enumerate(wanted.expand(256, 64).split(64)):
-                fused._add_queries(Descriptor(sums, (64, 64)), Block(block.float()), staged, turn, 64 * turn, 0)
+                tiles.add_queries(Descriptor(sums, (64, 64)), Block(block.float()), staged, turn, 64 * turn, 0)
             tma.store_wait(0)
 
         Kernel(lambda: specialize([(work, ()), (int, ())], [1], [24]), lambda: late)[1, 1, 1](num_warps=4, maxnreg=24)

@@ -1,0 +1,63 @@
+"""What the fused kernel for Hopper does with a tile beside its products: clears, widens, cuts off, stages and adds."""
+
+from __future__ import annotations
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from .shared import ROWS
+
+__all__ = ["STAGED", "add_queries", "clear_behind", "first_rows", "widen"]
+
+STAGED = gl.constexpr(2)  # blocks of a warpgroup's dQ in shared memory, a power of two
+
+
+@gluon.jit
+def clear_behind(tile, count):
+    """Zeros instead of a tile's rows from ``count`` on, which may be another sequence's."""
+    size: gl.constexpr = tile.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 16], [512 // size, size // 16], [4, 1], [1, 0])
+    own = (gl.arange(0, ROWS, gl.SliceLayout(1, layout)) < count)[:, None]
+    bits = gl.where(own, tile.load(layout).to(gl.int8, bitcast=True), 0)
+    tile.store(bits.to(tile.dtype, bitcast=True))
+
+
+@gluon.jit
+def widen(keys, wide_keys, which: gl.constexpr):
+    """Lays a warpgroup's keys down in bf16, which is exact: as its rows of both halves of the columns."""
+    part: gl.constexpr = wide_keys.shape[2]
+    # 16 columns to a thread, so that it reads and writes whole vectors.
+    layout: gl.constexpr = gl.BlockedLayout([1, 16], [512 // part, part // 16], [4, 1], [1, 0])
+    for half in gl.static_range(2):
+        tile = keys.slice(half * part, part, 1).load(layout).to(gl.bfloat16)
+        wide_keys.index(half).slice(which * ROWS, ROWS, 0).store(tile)
+
+
+@builtin
+def _add_shared_to_global(tensor_desc, coord, src, _semantic=None):
+    """Starts to add a block of shared memory to the tensor from ``coord`` on; ``tma.store_wait`` waits for the reads.
+
+    Gluon's language has the copy alone, its compiler the addition too.
+    """
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
+@gluon.jit
+def add_queries(sums, dq, staged, turn, row, which: gl.constexpr):
+    """Adds dQ of a block to the sums from ``row`` on: a warpgroup's half of the columns."""
+    place = staged.index(which * STAGED + (turn & (STAGED - 1)))
+    tma.store_wait(STAGED - 1)
+    place.store(dq.to(sums.dtype))
+    fence_async_shared()
+    _add_shared_to_global(sums, [row, which * dq.shape[1]], place)
+
+
+@gluon.jit
+def first_rows(dq, count):
+    """dQ of a block, and 0 instead of its rows from ``count`` on."""
+    own = gl.arange(0, dq.shape[0], gl.SliceLayout(1, dq.type.layout)) < count
+    return gl.where(own[:, None], dq, 0.0)
