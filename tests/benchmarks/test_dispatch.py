@@ -123,7 +123,7 @@ def test_over_torchs_own_call(benchmark: BenchmarkFixture, monkeypatch: pytest.M
         "look-up over torch's own": round(share, 3),
     }
     assert share < 1.0  # 0.6 where this was written
-    assert ratio < 2.6  # 2.1 where this was written
+    assert ratio < 3.0  # 2.1 where this was written, 2.3 to 2.8 on another CPU
 
 
 @pytest.mark.parametrize("direction", ["forward", "training"])

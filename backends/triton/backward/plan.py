@@ -31,6 +31,7 @@ from .tiles import Tiles
 __all__ = ["prepared"]
 
 _GRADIENT = 4  # places of dO's pass, the first in a block
+_Sums = Literal["none", "within", "apart", "zeroed"]
 
 
 class _Operand(NamedTuple):
@@ -53,7 +54,7 @@ class _Plan(NamedTuple):
     block: Block
     gradient: GradientPlan
     copies: Copies
-    sums: Literal["none", "within", "apart", "zeroed"]
+    sums: _Sums
 
 
 def prepared(
@@ -186,7 +187,7 @@ def _planned(
     there = fused and sequences is not None and all(map(_readable, lies[1:]))
     layout = _layout(spec, q.rotated, here, scales, extent, there)
     fused, there = fused and layout.served, layout.keys_in_place
-    place = "none" if not fused else "within" if not layout.summed_in_place else "zeroed" if extent else "apart"
+    place: _Sums = "none" if not fused else "within" if not layout.summed_in_place else "zeroed" if extent else "apart"
     gradient = gradient_plan(
         spec, grad, out, lse, [q.descale, k.descale, v.descale], narrow=narrow,
         factor=layout.scale if fused else None, sequences=tiled_do, shared=layout.extent.shared,

@@ -106,16 +106,21 @@ def test_programs_leave_a_table_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "heads", "padding"),
-    [(CASES[0], (2, 1), None), (CASES[1], (2, 2), None), (CASES[1], (2, 2), "left")],
-    ids=["grouped", "dQ in place", "left-padded"],
+    ("case", "how"),
+    [
+        (CASES[0], {"heads": (2, 1)}),
+        (CASES[0], {"heads": (2, 1), "head_dim_v": 80}),
+        (CASES[1], {"heads": (2, 2)}),
+        (CASES[1], {"heads": (2, 2), "padding": "left"}),
+    ],
+    ids=["grouped", "copied", "dQ in place", "left-padded"],
 )
 def test_each_sequence_has_the_gradients_that_it_has_alone(
-    case: tuple[tuple[tuple[int, int], ...], Mask, Tile, str], heads: tuple[int, int], padding: str | None
+    case: tuple[tuple[tuple[int, int], ...], Mask, Tile, str], how: dict[str, Any]
 ) -> None:
     """dQ is added up in bf16 in the order in which programs come."""
     lengths, mask, tile, name = case
-    batch = Documents(lengths, mask, heads=heads, head_dim=64, head_dim_v=64, padding=padding)
+    batch = Documents(lengths, mask, **{"head_dim": 64, "head_dim_v": 64, **how})
     forward = TritonForward(name, tile)
     for found, alone in zip(answers(batch, forward, BACKWARD), batch.alone(forward, BACKWARD), strict=True):
         assert all(torch.equal(x, y) for x, y in zip(found[3:], alone[3:], strict=True))
