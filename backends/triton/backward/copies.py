@@ -50,8 +50,7 @@ class Laid(NamedTuple):
     requested.
 
     S and D are padded; of sequences of unequal length (1, H, slots, D), each at its slot, unless ``data`` is the tensor
-    itself.  ``interleaved``: each 16
-    tokens of ``transposed`` are in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15.
+    itself.  ``interleaved``: each 16 tokens of ``transposed`` are in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15.
     """
 
     data: Tensor | Piece

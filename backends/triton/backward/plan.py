@@ -46,8 +46,8 @@ class _Operand(NamedTuple):
 class _Plan(NamedTuple):
     """The layout, memory for what is used up within a call, and the two passes that fill it.
 
-    ``sums``: those of the fused kernel are there too, the last in the block; apart if they become dQ itself, and then
-    ``zeroed`` where no pass over Q does that.
+    ``sums`` of the fused kernel: ``within`` the block, where they are the last; or dQ itself, to which the pass over Q
+    writes zeros (``apart``), or which has them before (``zeroed``), because that pass writes to slots.
     """
 
     layout: Layout
@@ -109,9 +109,14 @@ def prepared(
         new = torch.zeros if plan.sums == "zeroed" else torch.empty
         sums = new(layout.sums, dtype=torch.bfloat16, device=device)
     tensors = of_q.data, of_k.data, of_v.data, gradient.laid.data
-    zeros = None if plan.sums == "zeroed" else sums, None, None, None
+    unwritten = None if plan.sums == "zeroed" else sums
     laid_q, laid_k, laid_v, *laid_do = lay_out(
-        plan.copies, tensors, places[_GRADIENT:], zeros, (by_queries, by_key, by_key, None), device
+        plan.copies,
+        tensors,
+        places[_GRADIENT:],
+        (unwritten, None, None, None),
+        (by_queries, by_key, by_key, None),
+        device,
     )
     if narrow:
         gradient = gradient._replace(laid=laid_do[0])
@@ -187,7 +192,7 @@ def _planned(
     there = fused and sequences is not None and all(map(_readable, lies[1:]))
     layout = _layout(spec, q.rotated, here, scales, extent, there)
     fused, there = fused and layout.served, layout.keys_in_place
-    place: _Sums = "none" if not fused else "within" if not layout.summed_in_place else "zeroed" if extent else "apart"
+    place = _place_of_sums(layout, fused)
     gradient = gradient_plan(
         spec, grad, out, lse, [q.descale, k.descale, v.descale], narrow=narrow,
         factor=layout.scale if fused else None, sequences=tiled_do, shared=layout.extent.shared,
@@ -207,6 +212,14 @@ def _planned(
     if place == "within":
         wanted.append(Wanted(layout.sums, torch.bfloat16))
     return _Plan(layout, Block(wanted), gradient, copies, place)
+
+
+def _place_of_sums(layout: Layout, fused: bool) -> _Sums:
+    if not fused:
+        return "none"
+    if not layout.summed_in_place:
+        return "within"
+    return "apart" if layout.extent.sequences is None else "zeroed"
 
 
 def _readable(lies: tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]) -> bool:

@@ -91,7 +91,7 @@ def _load(
         )
         # A sequence without queries has a slot all the same, whose queries see nothing.
         seqlen_q = gl.maximum(seqlen_q, 1)
-        key_row += batch * given.kv_heads * given.padded_kv + k_start if keys_in_place else k_slot
+        key_row += (batch * given.kv_heads * given.padded_kv + k_start) if keys_in_place else k_slot
     key_row += first_key
     mbarrier.expect(given.held, CONSUMERS * (given.k.block_type.nbytes + given.v.block_type.nbytes))
     for i in gl.static_range(CONSUMERS):
