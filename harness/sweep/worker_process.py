@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
 
-from attnbench.errors import AttnbenchError, OutputError
-from attnbench.files.user_folders import cache_folder
+from attnbench.errors import AttnbenchError
 
 from ..measure.worker import Answer
 from ..results.records import LONGEST_REASON, Status
+from .process_start import Forked, execute, fork, release
 
 __all__ = ["LostError", "Worker"]
 
@@ -31,14 +28,6 @@ _DYING_SECONDS = 10.0  # the kernel must free a large process's memory, and the 
 _LAST_LINES = 4
 _LONGEST_TAIL = 4096
 _FATAL = "Fatal Python error"
-# Threads that spin while they wait for each other make a CPU kernel 25 times slower as soon as another process
-# needs a core.  OpenMP reads this variable when torch is loaded.
-_PATIENT = {"OMP_WAIT_POLICY": "passive"}
-# Not -m: that would put the current folder before everything that is installed.
-_PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]) or [place for place in sys.path if place]; "
-    "from {module} import main; main(int(sys.argv[2]), int(sys.argv[3]))"
-)
 _BENCH = "attnbench.harness.measure.worker"
 
 
@@ -54,22 +43,22 @@ class LostError(AttnbenchError):
 
 @dataclass
 class _Process:
-    popen: subprocess.Popen[bytes]
+    child: Forked | subprocess.Popen[bytes]
     connection: Connection[Any, Any]
     log: IO[bytes]
     ready: bool = False
 
 
-@dataclass
+@dataclass(eq=False)
 class Worker:
     """One process, started by the first request, and again by the first request after its death.
 
-    ``generation`` counts the processes, so that a client knows when the current one is new.  The system ties a process
-    to the thread that started it: that thread must outlive the worker.
+    ``generation`` counts the processes, so that a client knows when the current one is new.
 
     ``module`` has the function ``main`` that the process runs, and ``setting`` is the first message that it receives.
     ``python`` is the interpreter of another environment, whose packages the process then uses; ``environ`` holds
-    variables to set beside this process's own.
+    variables to set beside this process's own.  With either the system ties the process to the thread that started it,
+    which must outlive the worker.
     """
 
     setting: object
@@ -89,13 +78,13 @@ class Worker:
         process = self._process
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.popen.pid, signal.SIGKILL)
+                os.killpg(process.child.pid, signal.SIGKILL)
 
     def start(self) -> _Process:
         """Start the process without waiting for it, unless one is running.  Raises LostError."""
         if self._process is None:
             try:
-                self._process = _started(self.module, self.python, self.environ)
+                self._process = self._started()
             except OSError as error:  # no process, descriptor or space is left
                 raise LostError("error", f"no process could be started: {error}", died=False) from error
             self.generation += 1
@@ -121,6 +110,22 @@ class Worker:
         """End the process, whatever it is doing."""
         if self._process is not None:
             self._end(self._process, 0.0)
+        release(self)
+
+    def _started(self) -> _Process:
+        """Raises OSError, and leaves nothing open then."""
+        with contextlib.ExitStack() as opened:
+            log = opened.enter_context(tempfile.TemporaryFile())
+            fcntl.fcntl(log, fcntl.F_SETFL, fcntl.fcntl(log, fcntl.F_GETFL) | os.O_APPEND)
+            ours, theirs = socket.socketpair()
+            connection = opened.enter_context(Connection(ours.detach()))
+            with theirs:
+                if self.python is None and not self.environ:
+                    child: Forked | subprocess.Popen[bytes] = fork(self, self.module, connection, theirs, log.fileno())
+                else:  # libraries read the variables while they are loaded
+                    child = execute(self.python, f"{self.module}:main", theirs.fileno(), log.fileno(), self.environ)
+            opened.pop_all()
+        return _Process(child, connection, log)
 
     def _wait(self, process: _Process, seconds: float) -> Any:
         kills = _system_kills()
@@ -146,65 +151,17 @@ class Worker:
     def _end(self, process: _Process, grace: float) -> tuple[int | None, str]:
         """Wait ``grace`` seconds for its end, then kill it and its children: its exit code and its last output."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.popen.wait(grace)
+            process.child.wait(grace)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.popen.pid, signal.SIGKILL)
+            os.killpg(process.child.pid, signal.SIGKILL)
         code: int | None = None
         with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold it beyond a signal
-            code = process.popen.wait(_DYING_SECONDS)
+            code = process.child.wait(_DYING_SECONDS)
         said = _last_output(process.log)
         process.connection.close()
         process.log.close()
         self._process = None
         return code, said
-
-
-def _started(module: str, python: Path | None, environ: Mapping[str, str]) -> _Process:
-    """Raises OSError, and leaves nothing open then."""
-    # Another environment has a path of its own, without the current folder.
-    places = sys.path if python is None else []
-    program = _PROGRAM.format(module=module)
-    with contextlib.ExitStack() as opened:
-        log = opened.enter_context(tempfile.TemporaryFile())
-        fcntl.fcntl(log, fcntl.F_SETFL, fcntl.fcntl(log, fcntl.F_GETFL) | os.O_APPEND)
-        ours, theirs = map(opened.enter_context, socket.socketpair())
-        end = theirs.fileno()
-        popen = subprocess.Popen(
-            # Unbuffered: otherwise its last output would be lost with it.
-            [str(python or sys.executable), "-u", "-c", program, json.dumps(places), str(end), str(os.getpid())],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            pass_fds=[end],
-            env={**_PATIENT, **_triton_cache(), **os.environ, **_bytecode(), **environ},
-            start_new_session=True,  # the sweep handles an interrupt at the terminal
-        )
-        opened.pop_all()
-        theirs.close()
-    return _Process(popen, Connection(ours.detach()), log)
-
-
-def _triton_cache() -> dict[str, str]:
-    """Triton's own place for compiled kernels.
-
-    A process in which Inductor compiles moves it elsewhere unless this is set, and then finds none of the kernels that
-    another process compiled.
-    """
-    return {"TRITON_CACHE_DIR": str(Path(os.environ.get("TRITON_HOME", os.path.expanduser("~")), ".triton", "cache"))}
-
-
-def _bytecode() -> dict[str, str]:
-    """A place for what Python compiles of its sources, where nothing else keeps it.
-
-    Images for containers set PYTHONDONTWRITEBYTECODE, and may hold no compiled torch: then each of thirty processes
-    takes 4.2 seconds for 1.8 to import torch, and 7 for 3 with its compiler.
-    """
-    torch = find_spec("torch")
-    if not sys.dont_write_bytecode or torch is None or torch.cached is None or Path(torch.cached).exists():
-        return {}
-    with contextlib.suppress(OutputError):
-        return {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(cache_folder() / "bytecode")}
-    return {}
 
 
 def _ending(code: int | None) -> str:

@@ -82,7 +82,7 @@ def test_the_wheel_holds_the_three_packages_and_nothing_else(wheel: Path) -> Non
     }
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
-    tables = {f"attnbench/tables/{path.name}" for path in (ROOT / "attnbench" / "tables").iterdir()}
+    tables = {f"attnbench/tables/{path.name}" for path in (ROOT / "attnbench" / "tables").iterdir() if path.is_file()}
     assert "attnbench/tables/nvidia-h200.json" in tables
     page = {f"attnbench/harness/report/page/page.{suffix}" for suffix in ("html", "css", "js")}
     assert packed == sources | tables | page | {"attnbench/py.typed", "attnbench/harness/cases/models.yaml"}

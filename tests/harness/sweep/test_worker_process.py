@@ -21,7 +21,7 @@ from attnbench.harness.cases.case import Case
 from attnbench.harness.measure.findings import Opened, Prepared
 from attnbench.harness.measure.timing import Timer
 from attnbench.harness.measure.worker import Setting
-from attnbench.harness.sweep import worker_process
+from attnbench.harness.sweep import process_start
 from attnbench.harness.sweep.worker_process import LostError, Worker
 from attnbench.kernels.plan import Plan
 from attnbench.problem.spec import AttentionSpec
@@ -117,8 +117,19 @@ def test_an_exit_says_its_code_and_the_last_words_of_its_request_and_a_new_proce
     assert isinstance(worker.ask("open", CASE, seconds=PATIENCE), Opened)
 
 
-@pytest.mark.parametrize("failing", ["subprocess.Popen", "socket.socketpair", "tempfile.TemporaryFile"])
-def test_a_process_that_cannot_be_started_is_the_reason_and_leaves_nothing_open(monkeypatch, failing):
+@pytest.fixture
+def no_server_yet(monkeypatch):
+    server = process_start._Server()
+    monkeypatch.setattr(process_start, "_SERVER", server)
+    yield server
+    server._users.clear()
+    server.release(Worker(None))
+
+
+@pytest.mark.parametrize(
+    "failing", ["subprocess.Popen", "socket.socketpair", "socket.send_fds", "tempfile.TemporaryFile"]
+)
+def test_a_process_that_cannot_be_started_is_the_reason_and_leaves_nothing_open(monkeypatch, no_server_yet, failing):
     def full(*arguments, **options):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
@@ -129,6 +140,7 @@ def test_a_process_that_cannot_be_started_is_the_reason_and_leaves_nothing_open(
         worker.ask("open", CASE, seconds=PATIENCE)
     assert (raised.value.status, raised.value.died) == ("error", False)
     assert (worker.alive, worker.generation) == (False, 0)
+    worker.close()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -153,15 +165,15 @@ def homeless():
     [(False, False, True), (False, True, True), (True, False, True), (False, False, False)],
 )
 def test_what_python_compiles_is_kept_where_neither_it_nor_a_compiled_torch_would_be(
-    monkeypatch, tmp_path, kept, compiled, home
+    monkeypatch, tmp_path, no_server_yet, kept, compiled, home
 ):
     (tmp_path / "telling.py").write_text(TELLING)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "" if kept else "1")
     monkeypatch.setattr(sys, "dont_write_bytecode", not kept)
     torch = SimpleNamespace(cached=__file__ if compiled else str(tmp_path / "torch.pyc"))
-    monkeypatch.setattr(worker_process, "find_spec", lambda _: torch)
-    monkeypatch.setattr(worker_process, "cache_folder", (lambda: tmp_path) if home else homeless)
+    monkeypatch.setattr(process_start, "find_spec", lambda _: torch)
+    monkeypatch.setattr(process_start, "cache_folder", (lambda: tmp_path) if home else homeless)
     worker = Worker(None, module="telling")
     usual = (not kept, sys.pycache_prefix)
     told = worker.ask("tell", seconds=PATIENCE)
@@ -194,13 +206,66 @@ def test_a_hang_ends_in_time_with_all_that_it_started(worker, notes):
 SWEEP = """
 import sys
 from planted import CPU
-from attnbench.harness.sweep import worker_process
+from attnbench.harness.sweep import process_start
 from attnbench.harness.sweep.worker_process import Worker
 from test_worker_process import CASE, SETTING, plan
 worker = Worker(SETTING)
 worker.ask("open", CASE, seconds=600.0)
 worker.ask("prepare", plan("locks"), seconds=1000.0)
 """
+
+
+def test_where_the_server_dies_its_processes_die_too_and_the_next_request_starts_another(monkeypatch, no_server_yet):
+    worker = Worker(SETTING)
+    asked(worker, "fine")
+    server = no_server_yet._popen
+    server.kill()
+    server.wait()
+    found = lost(worker, "fine")
+    assert (found.status, found.died) == ("crashed", True)
+    assert "was killed by SIGKILL" in found.reason
+    assert asked(worker, "fine").first_ms > 0
+    assert no_server_yet._popen.pid != server.pid
+    worker.close()
+
+
+def test_a_torch_that_cannot_be_imported_is_the_reason(monkeypatch, no_server_yet, tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('a library is missing')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(LostError, match=r"exit code 1; its last output: .*ImportError: a library is missing"):
+        Worker(SETTING).ask("open", CASE, seconds=PATIENCE)
+
+
+def test_a_forked_process_has_a_server_of_its_own(no_server_yet):
+    """As one that a program forked by itself: what it starts is its own to end, and not its parent's."""
+    worker = Worker(SETTING)
+    asked(worker, "fine")
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            other = Worker(SETTING)
+            asked(other, "fine")
+            other.close()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
+    generation = worker.generation
+    asked(worker, "fine")
+    assert worker.generation == generation
+    worker.close()
+
+
+def test_the_server_ends_with_the_last_of_its_workers(no_server_yet):
+    workers = [Worker(SETTING) for _ in range(2)]
+    for each in workers:
+        asked(each, "fine")
+    server = no_server_yet._popen
+    workers.pop().close()
+    assert server.poll() is None
+    workers.pop().close()
+    assert server.poll() == 0
 
 
 def test_a_sweep_that_is_killed_takes_its_workers_along(notes):
