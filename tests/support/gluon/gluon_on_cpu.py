@@ -16,6 +16,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from compiled_for_hopper import SHARED_MEMORY
 from gluon_data import STATE, Block, Descriptor, Shared, atomic_add, data_of, fence, load, store
 from gluon_partitions import (
     Barrier,
@@ -37,7 +38,10 @@ __all__ = ["DeadlockError", "emulated"]
 def _allocate(dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Any:
     if layout == "barrier":
         return Barriers(shape[0]) if len(shape) > 1 else Barrier()
-    return Shared.allocate(dtype, shape)
+    made = Shared.allocate(dtype, shape)
+    STATE.program.shared += made.data.nbytes
+    assert STATE.program.shared <= SHARED_MEMORY
+    return made
 
 
 def _init(barrier: Barrier, count: int) -> None:
@@ -76,15 +80,16 @@ def _layout(**said: Any) -> None:
 
 
 # What our kernels say in PTX, by an instruction in it.
-_ASSEMBLY: dict[str, Callable[[Tensor], Tensor]] = {
+_ASSEMBLY: dict[str, Callable[..., Tensor]] = {
     "cvt.rn.satfinite.e4m3x2.f32": lambda x: x.clamp(-448.0, 448.0).to(torch.float8_e4m3fn),
     "rcp.approx.ftz.f32": torch.reciprocal,
+    "mul.rn.bf16x2": lambda half, x: half * x.to(torch.bfloat16),
 }
 
 
 def _assembled(text: str, constraints: str, args: Sequence[Block], **said: Any) -> Block:
     (operation,) = (each for name, each in _ASSEMBLY.items() if name in text)
-    return Block(operation(args[0].data))
+    return Block(operation(*(each.data for each in args)))
 
 
 def _reduce(kind: Any, target: Descriptor, place: Sequence[int], source: Shared) -> None:

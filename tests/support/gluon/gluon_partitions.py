@@ -41,6 +41,7 @@ class Program:
     def __init__(self, late: bool) -> None:
         self.late, self.changed, self.running = late, threading.Condition(), 0
         self.waiting, self.failed = 0, False
+        self.shared = 0  # bytes of shared memory
 
 
 class Barrier:

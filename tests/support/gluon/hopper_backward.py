@@ -35,6 +35,7 @@ __all__ = [
     "CASES",
     "KERNELS",
     "RINGS",
+    "ROUNDED",
     "SAME",
     "Case",
     "Checks",

@@ -9,8 +9,9 @@ As little as can be stands before and behind it in memory.  dO is read as it cam
 keys that it has, for dQ, in shared memory; and dS bears every factor of dQ, so that its sum is dQ itself.
 
 dS reaches the tensor cores through shared memory, for dQ transposed and from both warpgroups: of dQ each warpgroup
-makes half of the columns.  A block's dQ waits until the next block's dS is there: so neither warpgroup waits for the
-other, and they may be half a block apart, one with its exponentials and the other with its products.
+makes half of the columns, or half of the rows where a block has 128 queries.  A block's dQ waits until the next block's
+dS is there: so neither warpgroup waits for the other, and they may be half a block apart, one with its exponentials and
+the other with its products.
 """
 
 from __future__ import annotations
@@ -29,13 +30,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...tile_rows import ROW as TABLE_ROW
 from ..layout import BLOCK
-from .fused_tiles import STAGED, add_queries, clear_behind, first_rows, widen
+from .fused_tiles import STAGED, add_queries, clear_behind, first_rows, times, widen
 from .shared import (
     CONSUMERS,
     ROWS,
     barrier_where,
     block_and_head,
-    operand,
     span_of_queries,
     store,
     transposed_product,
@@ -128,8 +128,13 @@ def _load(
 
 
 @gluon.jit
-def _query_product(score_grads, wide_keys, layout: gl.constexpr):
-    """Starts dS · K for some of the columns; both have the keys as rows."""
+def _query_product(score_grads, wide_keys, which: gl.constexpr, layout: gl.constexpr):
+    """Starts dS · K for a warpgroup's half of the columns or rows; both have the keys as rows."""
+    if wide_keys.shape[0] == 1:
+        half: gl.constexpr = score_grads.shape[1] // CONSUMERS
+        score_grads, wide_keys = score_grads.slice(which * half, half, 1), wide_keys.index(0)
+    else:
+        wide_keys = wide_keys.index(which)
     rows: gl.constexpr = score_grads.shape[1]
     columns: gl.constexpr = wide_keys.shape[1]
     zeros = gl.zeros([rows, columns], gl.float32, layout)
@@ -147,6 +152,8 @@ def _sum_up(
     head_dim: gl.constexpr = given.keys.shape[2]
     head_dim_v: gl.constexpr = given.value_blocks.shape[2]
     part: gl.constexpr = given.wide_keys.shape[2]
+    own_row: gl.constexpr = which * (block_m // CONSUMERS) if part == head_dim else 0
+    own_column: gl.constexpr = 0 if part == head_dim else which * part
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_m, 32])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, part, 16])
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, head_dim, 16])
@@ -225,24 +232,25 @@ def _sum_up(
                 if (start < whole) | (start >= parted):
                     p = visible_part(p, start, since, upto, right or ragged, left)
             mbarrier.wait(given.wide.index(slot), phase)
-            p16 = operand(p, gl.DotOperandLayout(0, dv_layout, 2))
+            p16 = p.to(gl.bfloat16)
+            p_operand = gl.convert_layout(p16, gl.DotOperandLayout(0, dv_layout, 2), assert_trivial=True)
             dp, dk = warpgroup_mma_wait(0, [dp, dk])
             mbarrier.arrive(given.wide_free.index(other), count=1, pred=turns > 0)
             if group > 1:  # noqa: SIM102 (of one head alone there is no branch)
                 if step == 0:  # so far dK is in units of the last head's descale
                     dk = dk * change
-            dv = warpgroup_mma(p16, given.wide_grads.index(slot), dv, is_async=True)
+            dv = warpgroup_mma(p_operand, given.wide_grads.index(slot), dv, is_async=True)
             delta = given.deltas.index(slot).load(gl.SliceLayout(0, s_layout))
-            ds16 = (p * (dp * grad_factor - delta[None, :])).to(gl.bfloat16)
+            ds16 = times(p16, dp * grad_factor - delta[None, :])
             mbarrier.wait(given.grads_free.index(slot), phase ^ 1)
             given.score_grads.index(slot).slice(which * ROWS, ROWS, 0).store(ds16)
             fence_async_shared()
             mbarrier.arrive(given.grads_made.index(slot), count=1)
             mbarrier.arrive(given.narrow_free.index(slot), count=1)
-            dv, p16 = warpgroup_mma_wait(0, [dv, p16])
+            dv, p_operand = warpgroup_mma_wait(0, [dv, p_operand])
             # dQ of the block before, which the first turn does not add; any numbers are multiplied then.
             mbarrier.wait(given.grads_made.index(other), other_phase)
-            dq = _query_product(given.score_grads.index(other), given.wide_keys.index(which), dq_layout)
+            dq = _query_product(given.score_grads.index(other), given.wide_keys, which, dq_layout)
             # After the last block its own scores are computed again, and nothing reads them.
             over = (step == blocks - 1) & (member == group - 1)
             next_turns = gl.where(over, turns, turns + 1)
@@ -251,7 +259,7 @@ def _sum_up(
             dq = warpgroup_mma_wait(1, [dq])
             mbarrier.arrive(given.grads_free.index(other), count=1, pred=turns > 0)
             if turns > 0:
-                add_queries(given.dq_sums, dq, given.staged, other, last_row, which)
+                add_queries(given.dq_sums, dq, given.staged, other, last_row + own_row, own_column, which)
             s = warpgroup_mma_wait(0, [s])
             last_row = dq_top + start if dq_in_place else row
             turns += 1
@@ -260,10 +268,10 @@ def _sum_up(
     dk = warpgroup_mma_wait(0, [warpgroup_mma(ds, given.wide_queries.index(last), dk, is_async=True)])
     mbarrier.arrive(given.wide_free.index(last), count=1)
     mbarrier.wait(given.grads_made.index(last), ((turns - 1) >> 1) & 1)
-    dq = warpgroup_mma_wait(0, [_query_product(given.score_grads.index(last), given.wide_keys.index(which), dq_layout)])
+    dq = warpgroup_mma_wait(0, [_query_product(given.score_grads.index(last), given.wide_keys, which, dq_layout)])
     if dq_in_place:  # of one query head alone: no block but this one has rows that may be another sequence's
-        dq = first_rows(dq, queries - first - (blocks - 1) * block_m)
-    add_queries(given.dq_sums, dq, given.staged, last, last_row, which)
+        dq = first_rows(dq, queries - first - (blocks - 1) * block_m - own_row)
+    add_queries(given.dq_sums, dq, given.staged, last, last_row + own_row, own_column, which)
 
     if rotated:
         mbarrier.wait(given.turn_filled, 0)
@@ -306,9 +314,10 @@ def all_gradients_hopper(
     head_dim_v: gl.constexpr = v.block_type.shape[1]
     keys = gl.allocate_shared_memory(k.dtype, [CONSUMERS, ROWS, head_dim], k.layout)
     values = gl.allocate_shared_memory(v.dtype, [CONSUMERS, ROWS, head_dim_v], v.layout)
+    part: gl.constexpr = dq_sums.block_type.shape[1]  # columns of dQ that a warpgroup makes
     wide_keys = gl.allocate_shared_memory(
-        gl.bfloat16, [2, CONSUMERS * ROWS, head_dim // 2],
-        gl.NVMMASharedLayout(swizzle_byte_width=head_dim, element_bitwidth=16, rank=2),
+        gl.bfloat16, [head_dim // part, CONSUMERS * ROWS, part],
+        gl.NVMMASharedLayout(swizzle_byte_width=2 * part, element_bitwidth=16, rank=2),
     )  # fmt: skip
     queries = gl.allocate_shared_memory(q.dtype, [2, block_m, head_dim], q.layout)
     grads = gl.allocate_shared_memory(do.dtype, [2, block_m, head_dim_v], do.layout)

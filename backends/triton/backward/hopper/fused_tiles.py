@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .shared import ROWS
 
-__all__ = ["STAGED", "add_queries", "clear_behind", "first_rows", "widen"]
+__all__ = ["STAGED", "add_queries", "clear_behind", "first_rows", "times", "widen"]
 
 STAGED = gl.constexpr(2)  # blocks of a warpgroup's dQ in shared memory, a power of two
 
@@ -27,13 +27,14 @@ def clear_behind(tile, count):
 
 @gluon.jit
 def widen(keys, wide_keys, which: gl.constexpr):
-    """Lays a warpgroup's keys down in bf16, which is exact: as its rows of both halves of the columns."""
+    """Lays a warpgroup's keys down in bf16, which is exact: as its rows of each part of the columns."""
+    parts: gl.constexpr = wide_keys.shape[0]
     part: gl.constexpr = wide_keys.shape[2]
     # 16 columns to a thread, so that it reads and writes whole vectors.
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [512 // part, part // 16], [4, 1], [1, 0])
-    for half in gl.static_range(2):
-        tile = keys.slice(half * part, part, 1).load(layout).to(gl.bfloat16)
-        wide_keys.index(half).slice(which * ROWS, ROWS, 0).store(tile)
+    for i in gl.static_range(parts):
+        tile = keys.slice(i * part, part, 1).load(layout).to(gl.bfloat16)
+        wide_keys.index(i).slice(which * ROWS, ROWS, 0).store(tile)
 
 
 @builtin
@@ -47,13 +48,13 @@ def _add_shared_to_global(tensor_desc, coord, src, _semantic=None):
 
 
 @gluon.jit
-def add_queries(sums, dq, staged, turn, row, which: gl.constexpr):
-    """Adds dQ of a block to the sums from ``row`` on: a warpgroup's half of the columns."""
+def add_queries(sums, dq, staged, turn, row, column, which: gl.constexpr):
+    """Adds a warpgroup's part of a block's dQ to the sums from ``row`` and ``column`` on."""
     place = staged.index(which * STAGED + (turn & (STAGED - 1)))
     tma.store_wait(STAGED - 1)
     place.store(dq.to(sums.dtype))
     fence_async_shared()
-    _add_shared_to_global(sums, [row, which * dq.shape[1]], place)
+    _add_shared_to_global(sums, [row, column], place)
 
 
 @gluon.jit
@@ -61,3 +62,22 @@ def first_rows(dq, count):
     """dQ of a block, and 0 instead of its rows from ``count`` on."""
     own = gl.arange(0, dq.shape[0], gl.SliceLayout(1, dq.type.layout)) < count
     return gl.where(own[:, None], dq, 0.0)
+
+
+@gluon.jit
+def times(half, x):
+    """half · x in bf16, x rounded before; two at a time, where Triton's own product takes every pair apart."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 pair;
+        cvt.rn.bf16x2.f32 pair, $3, $2;
+        mul.rn.bf16x2 $0, $1, pair;
+        }
+        """,
+        "=r,r,f,f",
+        [half, x],
+        dtype=gl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )

@@ -100,10 +100,12 @@ def run_all(given: Prepared, dq_sums: Tensor | Piece, dk_out: Tensor, dv_out: Te
 def _all(layout: Layout, dtype: torch.dtype) -> tuple[tuple[Described, ...], Launch]:
     """What of the launch does not depend on memory."""
     spec = layout.spec
+    # Sums of narrow heads leave registers for twice the queries at a time: half as many turns.
+    queries = 2 * _ROWS if layout.pitch == layout.head_dim_v == _ROWS else _ROWS
     tiles = (
-        _tiles(layout.q, _ROWS), _tiles(layout.do, _ROWS), _tiles(layout.k, _ROWS), _tiles(layout.v, _ROWS),
-        _tiles(layout.q, _ROWS), _tiles(layout.do, _ROWS),
-        _pieces(layout, _ROWS), _turning(layout, narrow=False), _halves(layout.sums, _ROWS),
+        _tiles(layout.q, queries), _tiles(layout.do, queries), _tiles(layout.k, _ROWS), _tiles(layout.v, _ROWS),
+        _tiles(layout.q, queries), _tiles(layout.do, queries),
+        _pieces(layout, queries), _turning(layout, narrow=False), _halves(layout.sums, queries),
     )  # fmt: skip
     extent = layout.extent
     unequal = extent.sequences is not None
@@ -185,8 +187,8 @@ def _tiles(shape: Shape, tokens: int) -> Described:
 
 
 def _halves(shape: Shape, tokens: int) -> Described:
-    """The same by half the columns."""
-    return described(rows_of(shape), (tokens, shape[3] // 2))
+    """The same by what one of two warpgroups makes: half the columns of 64 tokens, or 64 of 128 tokens."""
+    return described(rows_of(shape), (_ROWS, shape[3] * tokens // (2 * _ROWS)))
 
 
 def _further(shape: Shape, tokens: int, narrow: bool) -> Described:

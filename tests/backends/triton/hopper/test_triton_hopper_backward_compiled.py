@@ -34,7 +34,7 @@ def sources(kernels):
         types = dict.fromkeys(("q", "do"), descriptor("fp8e4nv", by_query, d))
         types |= dict.fromkeys(("k", "v"), descriptor("fp8e4nv", by_key, d))
         types |= dict.fromkeys(("q_wide", "do_wide", "k_wide"), descriptor("bf16", block, d))
-        types |= dict(dq_sums=descriptor("bf16", block, d // 2))
+        types |= dict(dq_sums=descriptor("bf16", 64, d * block // 128))
         types |= dict.fromkeys(("q_across", "do_across", "k_across"), descriptor("fp8e4nv", d, block))
         types |= dict.fromkeys(("row_values", "descales", "factors", "k_descale", "v_descale"), "*fp32")
         types |= dict(turn=descriptor("bf16", 64 if narrow else d, d))
@@ -92,7 +92,7 @@ def _check_rings(ttgir: str, numbers: int) -> None:
 # One with its sums in e4m3 and the fused one, which has most in it, at the head dimension that compiles sooner.
 KERNELS = (
     _kernel("queries", 64, Ring(64, 4), True, left=True, right=True, ragged=True),
-    _kernel("all", 64, Ring(64, 2), left=True, right=True, ragged=True, rotated=True),
+    _kernel("all", 64, Ring(128, 2), left=True, right=True, ragged=True, rotated=True),
 )
 OTHERS = (
     _kernel("keys", 64, Ring(64, 4), right=True, left=True),
