@@ -26,7 +26,7 @@ __all__ = ["LostError", "Worker"]
 _STARTING_SECONDS = 300.0  # importing torch may take minutes from a cold disk on a busy machine
 _DYING_SECONDS = 10.0  # the kernel must free a large process's memory, and the GPU's driver its allocations
 _LAST_LINES = 4
-_LONGEST_TAIL = 4096
+_LONGEST_TAIL = 32768  # Python names every extension module after a fatal signal and its frames
 _FATAL = "Fatal Python error"
 _BENCH = "attnbench.harness.measure.worker"
 
