@@ -36,8 +36,7 @@ def serve(descriptor: int, parent: int) -> None:
     waking.setblocking(False)
     signal.set_wakeup_fd(waking.fileno(), warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler nothing is written to the socket
-    # Beside the socket, because a process that the parent forked may hold the other end.
-    death = [os.pidfd_open(parent)] if hasattr(os, "pidfd_open") else []
+    death = _ends_with(parent)
     reports: dict[int, Connection[int, Any]] = {}
     while True:
         ready = wait([control, woken, *death])
@@ -51,6 +50,16 @@ def serve(descriptor: int, parent: int) -> None:
             _fork(descriptors, [control, woken, waking, *reports.values()], reports)
         if any(each in ready for each in death):
             return
+
+
+def _ends_with(process: int) -> list[int]:
+    """A descriptor that is ready when the process has ended; none where the system has no such.
+
+    The socket alone does not tell, if a process that the parent forked holds the other end.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # not Linux, or a sandbox
+        return [os.pidfd_open(process)]
+    return []
 
 
 def _fork(

@@ -22,6 +22,7 @@ from attnbench.files.user_folders import cache_folder
 
 __all__ = ["Forked", "execute", "fork", "release"]
 
+_ANSWERING_SECONDS = 10.0  # more than importing torch takes, unless the disk hangs
 _ENDING_SECONDS = 10.0
 _SERVER_MODULE = "attnbench.harness.sweep.fork_server"
 # Threads that spin while they wait for each other make a CPU kernel 25 times slower as soon as another process
@@ -39,9 +40,14 @@ class Forked:
 
     @property
     def pid(self) -> int:
-        """Waits until the server has forked.  Raises ProcessLookupError if it could not."""
-        if not self._read(1, None):
-            raise ProcessLookupError
+        """Waits for the server to fork.  Raises ProcessLookupError if it has ended, or does not answer."""
+        if not self._numbers:
+            try:
+                forked = self._read(1, _ANSWERING_SECONDS)
+            except subprocess.TimeoutExpired:  # if it forks later, the process finds its connection closed
+                forked = False
+            if not forked:
+                raise ProcessLookupError
         return self._numbers[0]
 
     def wait(self, timeout: float) -> int:
@@ -50,12 +56,12 @@ class Forked:
             return self._numbers[1]
         return -signal.SIGKILL if self._numbers else 1  # the system kills it when the server dies
 
-    def _read(self, count: int, timeout: float | None) -> bool:
+    def _read(self, count: int, timeout: float) -> bool:
         """Whether the server has sent so many numbers."""
         with self._lock:
             while len(self._numbers) < count:
                 if not self._told.poll(timeout):
-                    raise subprocess.TimeoutExpired("fork", timeout or 0.0)
+                    raise subprocess.TimeoutExpired("fork", timeout)
                 try:
                     self._numbers.append(self._told.recv())
                 except (EOFError, OSError):  # the server has ended, or died
@@ -157,8 +163,10 @@ class _Server:
     def _close(self) -> None:
         self._owner = 0
         self._control.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        try:
             self._popen.wait(_ENDING_SECONDS)
+        except subprocess.TimeoutExpired:  # it still imports
+            self._popen.kill()
 
 
 _SERVER = _Server()

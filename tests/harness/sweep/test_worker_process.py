@@ -21,7 +21,7 @@ from attnbench.harness.cases.case import Case
 from attnbench.harness.measure.findings import Opened, Prepared
 from attnbench.harness.measure.timing import Timer
 from attnbench.harness.measure.worker import Setting
-from attnbench.harness.sweep import process_start
+from attnbench.harness.sweep import process_start, worker_process
 from attnbench.harness.sweep.worker_process import LostError, Worker
 from attnbench.kernels.plan import Plan
 from attnbench.problem.spec import AttentionSpec
@@ -204,18 +204,22 @@ def test_a_hang_ends_in_time_with_all_that_it_started(worker, notes):
 
 
 SWEEP = """
-import sys
+import os, time
+from stations import note
 from planted import CPU
-from attnbench.harness.sweep import process_start
 from attnbench.harness.sweep.worker_process import Worker
 from test_worker_process import CASE, SETTING, plan
 worker = Worker(SETTING)
 worker.ask("open", CASE, seconds=600.0)
+holder = os.fork()  # which has all that is open here, and outlives the sweep
+if holder == 0:
+    time.sleep(1000.0)
+note(holder)
 worker.ask("prepare", plan("locks"), seconds=1000.0)
 """
 
 
-def test_where_the_server_dies_its_processes_die_too_and_the_next_request_starts_another(monkeypatch, no_server_yet):
+def test_where_the_server_dies_its_processes_die_too_and_the_next_request_starts_another(no_server_yet):
     worker = Worker(SETTING)
     asked(worker, "fine")
     server = no_server_yet._popen
@@ -236,10 +240,52 @@ def test_a_torch_that_cannot_be_imported_is_the_reason(monkeypatch, no_server_ye
         Worker(SETTING).ask("open", CASE, seconds=PATIENCE)
 
 
+def test_a_server_that_hangs_is_the_reason_and_is_killed(monkeypatch, no_server_yet, tmp_path):
+    """As on a disk that does not answer."""
+    (tmp_path / "torch.py").write_text("import time\ntime.sleep(1000)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(worker_process, "_STARTING_SECONDS", 0.5)
+    monkeypatch.setattr(worker_process, "_DYING_SECONDS", 0.5)
+    monkeypatch.setattr(process_start, "_ANSWERING_SECONDS", 0.5)
+    monkeypatch.setattr(process_start, "_ENDING_SECONDS", 0.5)
+    worker = Worker(SETTING)
+    with pytest.raises(LostError, match=r"no answer within 0\.5 s"):
+        worker.ask("open", CASE, seconds=PATIENCE)
+    server = no_server_yet._popen
+    worker.close()
+    assert server.wait(PATIENCE) == -signal.SIGKILL
+
+
+INHERITING = """
+import os
+from multiprocessing.connection import Connection
+
+def main(descriptor, parent):
+    connection = Connection(descriptor)
+    for value in (None, os.environ["ATTNBENCH_TEST_INHERITED"]):
+        connection.recv()
+        connection.send(("done", value))
+"""
+
+
+def test_a_process_has_the_variables_and_the_path_of_its_own_start(monkeypatch, no_server_yet, tmp_path):
+    """Not those that the server was started with."""
+    first = Worker(SETTING)
+    asked(first, "fine")
+    (tmp_path / "inheriting.py").write_text(INHERITING)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("ATTNBENCH_TEST_INHERITED", "later")
+    later = Worker(None, module="inheriting")
+    assert later.ask("tell", seconds=PATIENCE) == "later"
+    later.close()
+    first.close()
+
+
 def test_a_forked_process_has_a_server_of_its_own(no_server_yet):
     """As one that a program forked by itself: what it starts is its own to end, and not its parent's."""
     worker = Worker(SETTING)
     asked(worker, "fine")
+    server = no_server_yet._popen.pid
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -247,7 +293,7 @@ def test_a_forked_process_has_a_server_of_its_own(no_server_yet):
             other = Worker(SETTING)
             asked(other, "fine")
             other.close()
-            code = 0
+            code = int(no_server_yet._popen.pid == server)
         finally:
             os._exit(code)
     assert os.waitpid(pid, 0)[1] == 0
@@ -274,10 +320,12 @@ def test_a_sweep_that_is_killed_takes_its_workers_along(notes):
     path = os.pathsep.join([SUPPORT, str(Path(__file__).parent)])
     sweep = subprocess.Popen([sys.executable, "-c", SWEEP], env={**os.environ, "PYTHONPATH": path})
     try:
-        wait_until(lambda: len(noted(notes)) > before or sweep.poll() is not None)
-        (pid,) = noted(notes)[before:]
+        wait_until(lambda: len(noted(notes)) > before + 1 or sweep.poll() is not None)
+        holder, pid = noted(notes)[before:]
         assert runs(pid)
     finally:
         sweep.kill()
         sweep.wait()
     wait_until(lambda: not runs(pid))
+    assert runs(holder)
+    os.kill(holder, signal.SIGKILL)

@@ -114,7 +114,7 @@ def wait_until(is_so: Callable[[], bool], seconds: float = PATIENCE) -> None:
         time.sleep(0.01)
 
 
-def _note(pid: int) -> None:
+def note(pid: int) -> None:
     with open(os.environ[NOTED], "a") as file:
         file.write(f"{pid}\n")
 
@@ -179,15 +179,15 @@ def _hangs(value: Any) -> Any:
     """With a child, and deaf to everything but SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    _note(os.getpid())
-    _note(_child())
+    note(os.getpid())
+    note(_child())
     time.sleep(LONG)
     return value
 
 
 def _holds_the_lock(value: Any) -> Any:
     """A loop in C, in which no other thread of the interpreter and no handler of a signal gets its turn."""
-    _note(os.getpid())
+    note(os.getpid())
     sum(range(10**14))
     return value
 

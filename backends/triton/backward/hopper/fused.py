@@ -36,6 +36,7 @@ from .shared import (
     ROWS,
     barrier_where,
     block_and_head,
+    operand,
     span_of_queries,
     store,
     transposed_product,
@@ -152,6 +153,7 @@ def _sum_up(
     head_dim: gl.constexpr = given.keys.shape[2]
     head_dim_v: gl.constexpr = given.value_blocks.shape[2]
     part: gl.constexpr = given.wide_keys.shape[2]
+    # Where the warpgroup's part of a block's dQ begins: half the rows with all columns, or half the columns.
     own_row: gl.constexpr = which * (block_m // CONSUMERS) if part == head_dim else 0
     own_column: gl.constexpr = 0 if part == head_dim else which * part
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_m, 32])
@@ -233,7 +235,7 @@ def _sum_up(
                     p = visible_part(p, start, since, upto, right or ragged, left)
             mbarrier.wait(given.wide.index(slot), phase)
             p16 = p.to(gl.bfloat16)
-            p_operand = gl.convert_layout(p16, gl.DotOperandLayout(0, dv_layout, 2), assert_trivial=True)
+            p_operand = operand(p16, gl.DotOperandLayout(0, dv_layout, 2))
             dp, dk = warpgroup_mma_wait(0, [dp, dk])
             mbarrier.arrive(given.wide_free.index(other), count=1, pred=turns > 0)
             if group > 1:  # noqa: SIM102 (of one head alone there is no branch)

@@ -65,8 +65,11 @@ def first_rows(dq, count):
 
 
 @gluon.jit
-def times(half, x):
-    """half · x in bf16, x rounded before; two at a time, where Triton's own product takes every pair apart."""
+def times(p, factor):
+    """p · factor in bf16; p is in bf16, the factor in FP32 and is rounded first.
+
+    Two numbers an instruction: Triton's own product of bf16 unpacks every pair.
+    """
     return gl.inline_asm_elementwise(
         """
         {
@@ -76,7 +79,7 @@ def times(half, x):
         }
         """,
         "=r,r,f,f",
-        [half, x],
+        [p, factor],
         dtype=gl.bfloat16,
         is_pure=True,
         pack=2,

@@ -100,7 +100,7 @@ def run_all(given: Prepared, dq_sums: Tensor | Piece, dk_out: Tensor, dv_out: Te
 def _all(layout: Layout, dtype: torch.dtype) -> tuple[tuple[Described, ...], Launch]:
     """What of the launch does not depend on memory."""
     spec = layout.spec
-    # Sums of narrow heads leave registers for twice the queries at a time: half as many turns.
+    # The sums of heads of 64 leave registers for twice the queries at a time.
     queries = 2 * _ROWS if layout.pitch == layout.head_dim_v == _ROWS else _ROWS
     tiles = (
         _tiles(layout.q, queries), _tiles(layout.do, queries), _tiles(layout.k, _ROWS), _tiles(layout.v, _ROWS),
@@ -187,7 +187,7 @@ def _tiles(shape: Shape, tokens: int) -> Described:
 
 
 def _halves(shape: Shape, tokens: int) -> Described:
-    """The same by what one of two warpgroups makes: half the columns of 64 tokens, or 64 of 128 tokens."""
+    """The same by the part of a warpgroup: half the columns of 64 tokens, or 64 of 128 tokens."""
     return described(rows_of(shape), (_ROWS, shape[3] * tokens // (2 * _ROWS)))
 
 
