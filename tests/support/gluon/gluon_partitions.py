@@ -171,7 +171,7 @@ def specialize(partitions: Sequence[Any], warps: Sequence[int], registers: Seque
             function(*given)
             assert not STATE.products, "products are under way when a partition ends"
             assert not STATE.additions, "additions may still read shared memory when a partition ends"
-            assert not STATE.stores, "what is written to shared memory has no fence behind it"
+            assert all(each.loaded for each in STATE.stores), "what is written to shared memory has no fence behind it"
         except Exception as error:
             errors.append(error)
             program.failed = True

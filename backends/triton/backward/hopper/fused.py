@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...tile_rows import ROW as TABLE_ROW
 from ..layout import BLOCK
-from .fused_tiles import STAGED, add_queries, clear_behind, first_rows, times, widen
+from .fused_tiles import STAGED, add_queries, clear_behind, first_rows, store_whole, times, widen
 from .shared import (
     CONSUMERS,
     ROWS,
@@ -38,7 +38,6 @@ from .shared import (
     block_and_head,
     operand,
     span_of_queries,
-    store,
     transposed_product,
     turned,
     visible_part,
@@ -207,10 +206,11 @@ def _sum_up(
             clear_behind(k_tile, own_keys)
             clear_behind(v_tile, own_keys)
             fence_async_shared()
+    mbarrier.wait(given.narrow.index(0), 0)
+    s = transposed_product(k_tile, given.queries.index(0), block_m, s_layout)
     widen(k_tile, given.wide_keys, which)  # the other warpgroup's keys are there when its first dS is
     fence_async_shared()
-    mbarrier.wait(given.narrow.index(0), 0)
-    s = warpgroup_mma_wait(0, [transposed_product(k_tile, given.queries.index(0), block_m, s_layout)])
+    s = warpgroup_mma_wait(0, [s])
     mbarrier.wait(given.wide.index(0), 0)
     for member in range(group):
         following = gl.load(given.row_values + 2 * given.plane + (kv_head * group + member) * given.padded_q + q_slot)
@@ -275,16 +275,18 @@ def _sum_up(
         dq = first_rows(dq, queries - first - (blocks - 1) * block_m - own_row)
     add_queries(given.dq_sums, dq, given.staged, last, last_row + own_row, own_column, which)
 
-    if rotated:
+    top = first_key + which * ROWS
+    tma.store_wait(0)  # the blocks of dQ that were staged are read, and their memory serves for dV and dK
+    if tiles is not None:  # keys that no query asks for may hold anything
+        dv = gl.where(queries > 0, dv, 0.0)
+    store_whole(given.dv_out, dv, given.staged, which, at, top, seqlen_kv, given.size_v, dv_layout)
+    if rotated:  # meanwhile the matrix comes
         mbarrier.wait(given.turn_filled, 0)
         dk = turned(dk, given.turning, head_dim, dk_layout)
-    top = first_key + which * ROWS
     dk = dk * (q_own / k_own)
-    if tiles is not None:  # keys that no query asks for may hold anything
-        dk, dv = gl.where(queries > 0, dk, 0.0), gl.where(queries > 0, dv, 0.0)
-    store(given.dk_out, dk, at, top, seqlen_kv, 0, given.size, dk_layout)
-    store(given.dv_out, dv, at, top, seqlen_kv, 0, given.size_v, dv_layout)
-    tma.store_wait(0)  # shared memory is the program's until it ends
+    if tiles is not None:
+        dk = gl.where(queries > 0, dk, 0.0)
+    store_whole(given.dk_out, dk, given.staged, which, at, top, seqlen_kv, given.size, dk_layout)
 
 
 @gluon.jit(
@@ -331,8 +333,10 @@ def all_gradients_hopper(
         gl.bfloat16, [2, CONSUMERS * ROWS, block_m],
         gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2),
     )  # fmt: skip
+    # Of a warpgroup's dQ; in the end its dK or dV has room there.
+    blocks: gl.constexpr = max(STAGED, ROWS * max(head_dim, head_dim_v) // (dq_sums.block_type.shape[0] * part))
     staged = gl.allocate_shared_memory(
-        dq_sums.dtype, [STAGED * CONSUMERS, dq_sums.block_type.shape[0], dq_sums.block_type.shape[1]], dq_sums.layout
+        dq_sums.dtype, [CONSUMERS * blocks, dq_sums.block_type.shape[0], part], dq_sums.layout
     )
     turning = wide_queries
     if rotated:

@@ -1,4 +1,4 @@
-"""What the fused kernel for Hopper does with a tile beside its products: clears, widens, cuts off, stages and adds."""
+"""What the fused kernel for Hopper does with a tile beside its products: clears, widens, stages, adds, stores."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from .shared import ROWS
+from .shared import CONSUMERS, ROWS, store
 
-__all__ = ["STAGED", "add_queries", "clear_behind", "first_rows", "times", "widen"]
+__all__ = ["STAGED", "add_queries", "clear_behind", "first_rows", "store_whole", "times", "widen"]
 
-STAGED = gl.constexpr(2)  # blocks of a warpgroup's dQ in shared memory, a power of two
+STAGED = gl.constexpr(2)  # blocks of a warpgroup's dQ under way, a power of two
 
 
 @gluon.jit
@@ -50,7 +50,8 @@ def _add_shared_to_global(tensor_desc, coord, src, _semantic=None):
 @gluon.jit
 def add_queries(sums, dq, staged, turn, row, column, which: gl.constexpr):
     """Adds a warpgroup's part of a block's dQ to the sums from ``row`` and ``column`` on."""
-    place = staged.index(which * STAGED + (turn & (STAGED - 1)))
+    each: gl.constexpr = staged.shape[0] // CONSUMERS
+    place = staged.index(which * each + (turn & (STAGED - 1)))
     tma.store_wait(STAGED - 1)
     place.store(dq.to(sums.dtype))
     fence_async_shared()
@@ -84,3 +85,21 @@ def times(p, factor):
         is_pure=True,
         pack=2,
     )
+
+
+@gluon.jit
+def store_whole(out, x, staged, which: gl.constexpr, at, top, length, size, layout: gl.constexpr):
+    """As ``shared.store``, from the first column on, through a warpgroup's part of ``staged``.
+
+    In registers a thread has pairs of columns; out of shared memory it takes and stores 16 bytes.  FP32 has no room.
+    """
+    if out.dtype.element_ty == gl.float32:
+        store(out, x, at, top, length, 0, size, layout)
+    else:
+        columns: gl.constexpr = x.shape[1]
+        each: gl.constexpr = staged.shape[0] * staged.shape[1] * staged.shape[2] // (CONSUMERS * ROWS * columns)
+        room: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=min(2 * columns, 128), element_bitwidth=16, rank=2)
+        place = staged._reinterpret(out.dtype.element_ty, [CONSUMERS * each, ROWS, columns], room).index(which * each)
+        place.store(x.to(out.dtype.element_ty))
+        vectors: gl.constexpr = gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
+        store(out, place.load(vectors), at, top, length, 0, size, vectors)
