@@ -55,7 +55,7 @@ _Given = namedtuple(
     "_Given",
     "dq_sums dk_out dv_out row_values factors k_descale q do k v q_wide do_wide rows turn "
     "keys value_blocks wide_keys queries grads wide_queries wide_grads bases deltas score_grads staged turning "
-    "held narrow wide narrow_free wide_free grads_made grads_free turn_filled "
+    "held narrow wide wide_free grads_made grads_free turn_filled "
     "k_batch k_head kv_heads seqlen_q seqlen_kv padded_q padded_kv plane size size_v exponent before after",
 )
 
@@ -104,7 +104,7 @@ def _load(
         row = (kv_head * group + member) * given.padded_q + q_slot + first
         for _step in range(blocks):
             slot, phase = turns & 1, (turns >> 1) & 1 ^ 1
-            mbarrier.wait(given.narrow_free.index(slot), phase)
+            mbarrier.wait(given.grads_made.index(slot), phase)  # its dS is made: nothing reads the narrow ones again
             full = given.narrow.index(slot)
             mbarrier.expect(
                 full, given.q.block_type.nbytes + given.do.block_type.nbytes + 2 * given.rows.block_type.nbytes
@@ -248,7 +248,6 @@ def _sum_up(
             given.score_grads.index(slot).slice(which * ROWS, ROWS, 0).store(ds16)
             fence_async_shared()
             mbarrier.arrive(given.grads_made.index(slot), count=1)
-            mbarrier.arrive(given.narrow_free.index(slot), count=1)
             dv, p_operand = warpgroup_mma_wait(0, [dv, p_operand])
             # dQ of the block before, which the first turn does not add; any numbers are multiplied then.
             mbarrier.wait(given.grads_made.index(other), other_phase)
@@ -345,7 +344,6 @@ def all_gradients_hopper(
     turn_filled = barrier_where(rotated, held)
     narrow = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     wide = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    narrow_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     wide_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     grads_made = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     grads_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -353,7 +351,6 @@ def all_gradients_hopper(
     for i in gl.static_range(2):
         mbarrier.init(narrow.index(i), count=1)
         mbarrier.init(wide.index(i), count=1)
-        mbarrier.init(narrow_free.index(i), count=CONSUMERS)
         mbarrier.init(wide_free.index(i), count=CONSUMERS)
         mbarrier.init(grads_made.index(i), count=CONSUMERS)
         mbarrier.init(grads_free.index(i), count=CONSUMERS)
@@ -362,7 +359,7 @@ def all_gradients_hopper(
         dq_sums, dk_out, dv_out, row_values, factors, k_descale, q, do, k, v, q_wide, do_wide, rows, turn,
         keys, values, wide_keys, queries, grads, wide_queries, wide_grads, bases, deltas, score_grads, staged,
         turning,
-        held, narrow, wide, narrow_free, wide_free, grads_made, grads_free, turn_filled,
+        held, narrow, wide, wide_free, grads_made, grads_free, turn_filled,
         k_batch, k_head, kv_heads, seqlen_q, seqlen_kv, padded_q, padded_kv, plane, size, size_v, exponent,
         before, after,
     )  # fmt: skip
