@@ -2,8 +2,8 @@
 
 As in ``hopper.keys`` a warp loads and two warpgroups with 64 keys each compute dK and dV.  What they have of
 dS serves for dQ too: five products where two kernels take seven.  dQ = dS·K sums over keys, and so over programs: each
-adds what its 128 keys give to a sum in global memory, in no order.  The kernel waits for these additions in the L2, and
-so they are in bf16: half the bytes of FP32, and a rounding at each, which is why dQ differs from run to run.
+adds what its 128 keys give to a sum in global memory, in no order.  The additions are in bf16: half the bytes of FP32,
+in which the kernel waits for the L2, and a rounding at each, which is why dQ differs from run to run.
 
 As little as can be stands before and behind it in memory.  dO is read as it came where TMA can; a warpgroup widens the
 keys that it has, for dQ, in shared memory; and dS bears every factor of dQ, so that its sum is dQ itself.
