@@ -17,7 +17,8 @@ from torch import Tensor
 __all__ = ["STATE", "Block", "Descriptor", "Pointer", "Shared", "atomic_add", "data_of", "fence", "load", "store"]
 
 # Of the thread that runs a partition: its program and place in the grid, its matrix products under way, what it wrote
-# to shared memory since its last fence, and its groups of additions to global memory that are under way.
+# to shared memory since its last fence, its groups of additions to global memory that are under way, and the addresses
+# of shared memory that it handed to itself or to them, where no barrier tells another partition when it may write.
 STATE = threading.local()
 _ADDING = threading.Lock()
 
@@ -149,6 +150,11 @@ class Shared:
     def handle(self) -> Shared:
         return self
 
+    @property
+    def addresses(self) -> tuple[int, int]:
+        begin = self.data.data_ptr()
+        return begin, begin + self.data.nbytes
+
     def index(self, place: Any) -> Shared:
         assert 0 <= int(place) < self.shape[0]
         return Shared(self.data[int(place)])
@@ -167,6 +173,7 @@ class Shared:
             if each.memory.data_ptr() == self.data.data_ptr() and each.memory.shape == self.data.shape:
                 found.copy_(each.data)
                 each.loaded = True
+                STATE.own.add(self.addresses)
         return Block(found)
 
     def store(self, x: Block) -> None:

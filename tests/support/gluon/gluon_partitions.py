@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 from gluon_data import STATE, Block, Descriptor, Pointer, Shared
@@ -145,6 +145,8 @@ def copy(source: Descriptor, place: Sequence[Any], barrier: Barrier, target: Sha
 def add(target: Descriptor, place: Sequence[int], source: Shared) -> None:
     """Starts an addition, a group of its own as Triton has it; when it happens, shared memory is read."""
 
+    STATE.own.add(source.addresses)
+
     def read_and_add() -> None:
         target.add(place, source.data)
 
@@ -162,11 +164,13 @@ def await_additions(outstanding: int) -> None:
 def specialize(partitions: Sequence[Any], warps: Sequence[int], registers: Sequence[int]) -> None:
     assert len(warps) == len(registers) == len(partitions) - 1
     program, place, errors = STATE.program, STATE.place, []
+    owned: list[set[tuple[int, int]]] = []
     program.running = len(partitions)
 
     def run(function: Callable[..., None], given: tuple[Any, ...]) -> None:
         STATE.program, STATE.place = program, place
-        STATE.products, STATE.stores, STATE.additions = [], [], []
+        STATE.products, STATE.stores, STATE.additions, STATE.own = [], [], [], set()
+        owned.append(STATE.own)
         try:
             function(*given)
             assert not STATE.products, "products are under way when a partition ends"
@@ -187,6 +191,9 @@ def specialize(partitions: Sequence[Any], warps: Sequence[int], registers: Seque
         thread.start()
     for thread in threads:
         thread.join()
+    for one, other in combinations(owned, 2):
+        shared = [(a, b) for a in one for b in other if a[0] < b[1] and b[0] < a[1]]
+        assert not shared or errors, "two partitions pass something through the same shared memory"
     if errors:
         raise next((each for each in errors if not isinstance(each, DeadlockError)), errors[0])
 
