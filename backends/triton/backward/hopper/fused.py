@@ -36,6 +36,9 @@ from .shared import (
     ROWS,
     barrier_where,
     block_and_head,
+    load_keys,
+    load_queries,
+    load_wide,
     operand,
     span_of_queries,
     transposed_product,
@@ -93,10 +96,7 @@ def _load(
         seqlen_q = gl.maximum(seqlen_q, 1)
         key_row += (batch * given.kv_heads * given.padded_kv + k_start) if keys_in_place else k_slot
     key_row += first_key
-    mbarrier.expect(given.held, CONSUMERS * (given.k.block_type.nbytes + given.v.block_type.nbytes))
-    for i in gl.static_range(CONSUMERS):
-        tma.async_copy_global_to_shared(given.k, [key_row + i * ROWS, 0], given.held, given.keys.index(i))
-        tma.async_copy_global_to_shared(given.v, [key_row + i * ROWS, 0], given.held, given.value_blocks.index(i))
+    load_keys(given, key_row)
     span = span_of_queries(first_key, seqlen_q, seqlen_kv, before, after, block_m, left, right)
     first, blocks = span[0], span[3]
     turns = 0
@@ -105,19 +105,9 @@ def _load(
         for _step in range(blocks):
             slot, phase = turns & 1, (turns >> 1) & 1 ^ 1
             mbarrier.wait(given.grads_made.index(slot), phase)  # its dS is made: nothing reads the narrow ones again
-            full = given.narrow.index(slot)
-            mbarrier.expect(
-                full, given.q.block_type.nbytes + given.do.block_type.nbytes + 2 * given.rows.block_type.nbytes
-            )
-            tma.async_copy_global_to_shared(given.q, [row, 0], full, given.queries.index(slot))
-            tma.async_copy_global_to_shared(given.rows, [row], full, given.bases.index(slot))
-            tma.async_copy_global_to_shared(given.do, [row, 0], full, given.grads.index(slot))
-            tma.async_copy_global_to_shared(given.rows, [given.plane + row], full, given.deltas.index(slot))
+            load_queries(given, row, slot, given.narrow.index(slot))
             mbarrier.wait(given.wide_free.index(slot), phase)
-            full = given.wide.index(slot)
-            mbarrier.expect(full, given.q_wide.block_type.nbytes + given.do_wide.block_type.nbytes)
-            tma.async_copy_global_to_shared(given.do_wide, [row, 0], full, given.wide_grads.index(slot))
-            tma.async_copy_global_to_shared(given.q_wide, [row, 0], full, given.wide_queries.index(slot))
+            load_wide(given, row, slot)
             row += block_m
             turns += 1
     if rotated:  # over the queries, when nothing reads them any more

@@ -16,7 +16,7 @@ from collections import namedtuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from .shared import (
     CONSUMERS,
@@ -24,6 +24,10 @@ from .shared import (
     advanced,
     barrier_where,
     block_and_head,
+    load_keys,
+    load_queries,
+    load_turn,
+    load_wide,
     operand,
     span_of_queries,
     store,
@@ -55,10 +59,7 @@ def _load(
     block, kv_head = block_and_head()
     first_key = block * (CONSUMERS * ROWS)
     key_row = kv_head * given.padded_kv + first_key
-    mbarrier.expect(given.held, CONSUMERS * (given.k.block_type.nbytes + given.v.block_type.nbytes))
-    for i in gl.static_range(CONSUMERS):
-        tma.async_copy_global_to_shared(given.k, [key_row + i * ROWS, 0], given.held, given.keys.index(i))
-        tma.async_copy_global_to_shared(given.v, [key_row + i * ROWS, 0], given.held, given.value_blocks.index(i))
+    load_keys(given, key_row)
     span = span_of_queries(first_key, given.seqlen_q, given.seqlen_kv, given.before, given.after, block_m, left, right)
     first, blocks = span[0], span[3]
     slot, phase = 0, 1
@@ -66,26 +67,12 @@ def _load(
         row = (kv_head * group + member) * given.padded_q + first
         for _step in range(blocks):
             mbarrier.wait(given.emptied.index(slot), phase)
-            full = given.narrow.index(slot)
-            mbarrier.expect(
-                full, given.q.block_type.nbytes + given.do.block_type.nbytes + 2 * given.rows.block_type.nbytes
-            )
-            tma.async_copy_global_to_shared(given.q, [row, 0], full, given.queries.index(slot))
-            tma.async_copy_global_to_shared(given.rows, [row], full, given.bases.index(slot))
-            tma.async_copy_global_to_shared(given.do, [row, 0], full, given.grads.index(slot))
-            tma.async_copy_global_to_shared(given.rows, [given.plane + row], full, given.deltas.index(slot))
-            full = given.wide.index(slot)
-            mbarrier.expect(full, given.q_wide.block_type.nbytes + given.do_wide.block_type.nbytes)
-            tma.async_copy_global_to_shared(given.do_wide, [row, 0], full, given.wide_grads.index(slot))
-            tma.async_copy_global_to_shared(given.q_wide, [row, 0], full, given.wide_queries.index(slot))
+            load_queries(given, row, slot, given.narrow.index(slot))
+            load_wide(given, row, slot)
             row += block_m
             slot, phase = advanced(slot, phase, stages)
-    if rotated:  # over the queries, when nothing reads them any more
-        for _stage in gl.static_range(stages):
-            mbarrier.wait(given.emptied.index(slot), phase)
-            slot, phase = advanced(slot, phase, stages)
-        mbarrier.expect(given.turn_filled, given.turn.block_type.nbytes)
-        tma.async_copy_global_to_shared(given.turn, [0, 0], given.turn_filled, given.turning)
+    if rotated:
+        load_turn(given, slot, phase, stages)
 
 
 @gluon.jit

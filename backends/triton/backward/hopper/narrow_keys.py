@@ -23,6 +23,9 @@ from .shared import (
     advanced,
     barrier_where,
     block_and_head,
+    load_keys,
+    load_queries,
+    load_turn,
     span_of_queries,
     transposed_product,
     visible_part,
@@ -51,10 +54,7 @@ def _load(
     block, kv_head = block_and_head()
     first_key = block * (CONSUMERS * ROWS)
     key_row = kv_head * given.padded_kv + first_key
-    mbarrier.expect(given.held, CONSUMERS * (given.k.block_type.nbytes + given.v.block_type.nbytes))
-    for i in gl.static_range(CONSUMERS):
-        tma.async_copy_global_to_shared(given.k, [key_row + i * ROWS, 0], given.held, given.keys.index(i))
-        tma.async_copy_global_to_shared(given.v, [key_row + i * ROWS, 0], given.held, given.value_blocks.index(i))
+    load_keys(given, key_row)
     span = span_of_queries(first_key, given.seqlen_q, given.seqlen_kv, given.before, given.after, block_m, left, right)
     blocks = span[3]
     slot, phase = 0, 1
@@ -64,14 +64,7 @@ def _load(
         for _step in range(blocks):
             row = head * given.padded_q + query
             mbarrier.wait(given.emptied.index(slot), phase)
-            full = given.upright.index(slot)
-            mbarrier.expect(
-                full, given.q.block_type.nbytes + given.do.block_type.nbytes + 2 * given.rows.block_type.nbytes
-            )
-            tma.async_copy_global_to_shared(given.q, [row, 0], full, given.queries.index(slot))
-            tma.async_copy_global_to_shared(given.rows, [row], full, given.bases.index(slot))
-            tma.async_copy_global_to_shared(given.do, [row, 0], full, given.grads.index(slot))
-            tma.async_copy_global_to_shared(given.rows, [given.plane + row], full, given.deltas.index(slot))
+            load_queries(given, row, slot, given.upright.index(slot))
             full = given.across.index(slot)
             mbarrier.expect(full, given.q_across.block_type.nbytes + given.do_across.block_type.nbytes)
             top = head * given.do_across.block_type.shape[0]
@@ -80,16 +73,8 @@ def _load(
             tma.async_copy_global_to_shared(given.q_across, [top, query], full, given.across_queries.index(slot))
             query += block_m
             slot, phase = advanced(slot, phase, stages)
-    if rotated:  # over the queries, when nothing reads them any more
-        for _stage in gl.static_range(stages):
-            mbarrier.wait(given.emptied.index(slot), phase)
-            slot, phase = advanced(slot, phase, stages)
-        parts: gl.constexpr = given.turning.shape[0]
-        mbarrier.expect(given.turn_filled, parts * given.turn.block_type.nbytes)
-        for i in gl.static_range(parts):
-            tma.async_copy_global_to_shared(
-                given.turn, [i * given.turn.block_type.shape[0], 0], given.turn_filled, given.turning.index(i)
-            )
+    if rotated:
+        load_turn(given, slot, phase, stages)
 
 
 @gluon.jit

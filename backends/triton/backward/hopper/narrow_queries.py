@@ -19,6 +19,7 @@ from .shared import (
     ROWS,
     advanced,
     barrier_where,
+    load_turn,
     span_of_keys,
     top_query_and_head,
     transposed_product,
@@ -67,16 +68,8 @@ def _load(
         tma.async_copy_global_to_shared(given.k_across, [place, key], full, given.across_keys.index(slot))
         key += block_n
         slot, phase = advanced(slot, phase, stages)
-    if rotated:  # over the keys, when nothing reads them any more
-        for _stage in gl.static_range(stages):
-            mbarrier.wait(given.emptied.index(slot), phase)
-            slot, phase = advanced(slot, phase, stages)
-        parts: gl.constexpr = given.turning.shape[0]
-        mbarrier.expect(given.turn_filled, parts * given.turn.block_type.nbytes)
-        for i in gl.static_range(parts):
-            tma.async_copy_global_to_shared(
-                given.turn, [i * given.turn.block_type.shape[0], 0], given.turn_filled, given.turning.index(i)
-            )
+    if rotated:
+        load_turn(given, slot, phase, stages)
 
 
 @gluon.jit

@@ -18,6 +18,7 @@ from .shared import (
     ROWS,
     advanced,
     barrier_where,
+    load_turn,
     operand,
     span_of_keys,
     store,
@@ -67,12 +68,8 @@ def _load(
         tma.async_copy_global_to_shared(given.k_wide, [row, 0], full, given.wide_keys.index(slot))
         row += block_n
         slot, phase = advanced(slot, phase, stages)
-    if rotated:  # over the keys, when nothing reads them any more
-        for _stage in gl.static_range(stages):
-            mbarrier.wait(given.emptied.index(slot), phase)
-            slot, phase = advanced(slot, phase, stages)
-        mbarrier.expect(given.turn_filled, given.turn.block_type.nbytes)
-        tma.async_copy_global_to_shared(given.turn, [0, 0], given.turn_filled, given.turning)
+    if rotated:
+        load_turn(given, slot, phase, stages)
 
 
 @gluon.jit
