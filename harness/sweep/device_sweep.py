@@ -356,5 +356,9 @@ def _credible(visit: Visit) -> Visit:
 
 
 def _backends_at_a_time(device: torch.device) -> int:
-    """How many backends work at once while nothing is timed: compiling needs a CPU core, and a CPU's kernels all."""
-    return max(1, min(16, usable_cores() * 3 // 4)) if device.type == "cuda" else 1
+    """How many backends work at once while nothing is timed.
+
+    Compiling needs a CPU core.  A CPU's kernels need all, but most of the time one is compiled, interpreted or checked;
+    of more than two the memory for exact attention would be needed too often at once.
+    """
+    return max(1, min(16, usable_cores() * 3 // 4)) if device.type == "cuda" else min(2, usable_cores())

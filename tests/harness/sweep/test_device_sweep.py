@@ -13,7 +13,8 @@ from attnbench.harness.measure.bench import Bench
 from attnbench.harness.measure.setup import DeviceSetup
 from attnbench.harness.results.peaks import PEAK_TFLOPS
 from attnbench.harness.results.records import Measurement
-from attnbench.harness.sweep import devices
+from attnbench.harness.sweep import device_sweep, devices
+from attnbench.harness.sweep.backend_process import BackendProcess
 from attnbench.harness.sweep.device_sweep import DeviceSweep, PhaseStarted, StoppedError
 from attnbench.harness.sweep.worker_process import LostError
 from attnbench.kernels.plan import Plan
@@ -153,6 +154,31 @@ def test_a_time_that_cannot_be_is_an_error_and_a_possible_one_a_share(shop, monk
         assert row.status == "ok"
         assert 0 < row.performance.peak_share < 1
         assert all(line.spent[phase] > first[phase] for phase in first)
+
+
+@pytest.mark.parametrize(("cores", "together"), [(1, 1), (2, 2), (64, 2)])
+def test_two_backends_work_at_once_on_a_cpu_but_not_while_one_is_timed(shop, monkeypatch, cores, together):
+    inside, most, met = [], [], threading.Event()
+
+    def watched(usual, alone=False):
+        def work(process, plan, *arguments, **named):
+            inside.append(plan)
+            most.append(len(inside))
+            if len(inside) >= together or alone:
+                met.set()
+            assert met.wait(PATIENCE)
+            assert not (alone and len(inside) > 1)
+            found = usual(process, plan, *arguments, **named)
+            inside.remove(plan)
+            return found
+
+        return work
+
+    monkeypatch.setattr(device_sweep, "usable_cores", lambda: cores)
+    monkeypatch.setattr(BackendProcess, "prepare", watched(BackendProcess.prepare))
+    monkeypatch.setattr(BackendProcess, "sample", watched(BackendProcess.sample, alone=True))
+    assert set(statuses(measured()[0]).values()) == {"ok"}
+    assert max(most) == together
 
 
 @pytest.mark.parametrize(("compiles", "processes"), [(False, 2), (True, 3)])

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -64,6 +65,7 @@ class Shop:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.stations: list[Station] = []
         self.faults: list[tuple[Exception, int, Callable[..., bool]]] = []
+        self._one_at_a_time = threading.Lock()  # torch's profiler is one of a process
         monkeypatch.setattr(device_sweep, "Worker", self.made)
 
     def made(self, setting: Setting) -> Station:
@@ -76,7 +78,8 @@ class Shop:
                     raise error
             if station.generation not in benches:
                 benches[station.generation] = Bench(setting.source, setting.timer)
-            found = worker._answer(benches[station.generation], method, arguments)
+            with self._one_at_a_time:
+                found = worker._answer(benches[station.generation], method, arguments)
             if found.status != "done":
                 raise LostError(found.status, str(found.value), died=found.fatal)
             return found.value
