@@ -17,8 +17,8 @@ from torch import Tensor
 __all__ = ["STATE", "Block", "Descriptor", "Pointer", "Shared", "atomic_add", "data_of", "fence", "load", "store"]
 
 # Of the thread that runs a partition: its program and place in the grid, its matrix products under way, what it wrote
-# to shared memory since its last fence, its groups of additions to global memory that are under way, and the addresses
-# of shared memory that it handed to itself or to them, where no barrier tells another partition when it may write.
+# to shared memory since its last fence, its groups of additions to global memory that are under way, and where in
+# shared memory it loaded what it had stored, or additions read: no barrier tells others when they may write there.
 STATE = threading.local()
 _ADDING = threading.Lock()
 

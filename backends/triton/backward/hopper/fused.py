@@ -104,7 +104,8 @@ def _load(
         row = (kv_head * group + member) * given.padded_q + q_slot + first
         for _step in range(blocks):
             slot, phase = turns & 1, (turns >> 1) & 1 ^ 1
-            mbarrier.wait(given.grads_made.index(slot), phase)  # its dS is made: nothing reads the narrow ones again
+            # The slot's last block has its dS: nothing reads its e4m3 tiles any more.
+            mbarrier.wait(given.grads_made.index(slot), phase)
             load_queries(given, row, slot, given.narrow.index(slot))
             mbarrier.wait(given.wide_free.index(slot), phase)
             load_wide(given, row, slot)
@@ -322,7 +323,7 @@ def all_gradients_hopper(
         gl.bfloat16, [2, CONSUMERS * ROWS, block_m],
         gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2),
     )  # fmt: skip
-    # Of a warpgroup's dQ; in the end its dK or dV has room there.
+    # Of a warpgroup's dQ: as many as are under way, or more, so that its dK or dV fits there in the end.
     blocks: gl.constexpr = max(STAGED, ROWS * max(head_dim, head_dim_v) // (dq_sums.block_type.shape[0] * part))
     staged = gl.allocate_shared_memory(
         dq_sums.dtype, [CONSUMERS * blocks, dq_sums.block_type.shape[0], part], dq_sums.layout

@@ -91,7 +91,8 @@ def times(p, factor):
 def store_whole(out, x, staged, which: gl.constexpr, at, top, length, size, layout: gl.constexpr):
     """As ``shared.store``, from the first column on, through a warpgroup's part of ``staged``.
 
-    In registers a thread has pairs of columns; out of shared memory it takes and stores 16 bytes.  FP32 has no room.
+    In registers a thread has pairs of columns; what it takes out of shared memory are 16 bytes that lie together.  FP32
+    does not fit there, and is stored out of registers.
     """
     if out.dtype.element_ty == gl.float32:
         store(out, x, at, top, length, 0, size, layout)
