@@ -20,7 +20,7 @@ from attnbench.kernels.plan import Plan
 from attnbench.tables.environment import Environment
 from attnbench.tables.table import Table
 
-from .condense import table_of
+from .condense import condense, table_of
 from .records import Measurement, read_measurements
 from .shards import Shard
 from .store import LOCK, MEASUREMENTS, TABLE, Store, measurements_file
@@ -164,7 +164,7 @@ def _unfinished(folder: Path, rows: list[Measurement]) -> str | None:
     """Why the sweep is not complete, or None: a sweep writes its table when everything is measured."""
     if TABLE not in os.listdir(folder):
         return f"{folder} is unfinished, its sweep wrote no {TABLE}"
-    if Table.load(folder / TABLE).entries.keys() != {(row.spec, row.plan) for row in rows}:
+    if Table.load(folder / TABLE).entries.keys() != {(entry.spec, entry.plan) for entry in condense(rows)}:
         return f"{folder} is unfinished, its {TABLE} is of other rows"
     return None
 

@@ -16,7 +16,7 @@ from attnbench.tables.table import Table
 
 HERE = an_environment(device_type="cuda", device_name="a GPU", capability="9.0", cuda="13.0", backends={"fa3": "1.0"})
 WHEN = datetime(2026, 11, 20, tzinfo=timezone.utc)
-PLANS = [Plan("fa3:fp8"), Plan("sdpa-flash:bf16"), Plan("cudnn:fp8")]
+PLANS = [Plan("fa3:fp8"), Plan("sdpa-flash:bf16"), Plan("cudnn:fp8"), Plan("te:fp8")]
 NUMBERS = {
     "status": "ok", "time_ms": {"kernel": [1.0], "call": [2.0, 3.0]}, "error": {"normal": {"out": 0.05, "lse": 0.0}},
     "bound": 0.12, "declared_error": 0.06, "truth": "all of it", "timer": "events", "drawn_on": "cuda",
@@ -68,4 +68,5 @@ ROWS = [row(number, plan, **changes) for number in range(4) for plan, changes in
     (PLANS[1], {"status": "inaccurate", **{key: value for key, value in NUMBERS.items() if key != "status"},
                 "error": {"normal": {"out": math.inf}}, "reason": "too far off"}),
     (PLANS[2], {"status": "refused"}),
+    (PLANS[3], {"status": "slower", "timer": "events", "time_ms": {}}),  # predicted, not measured
 )]  # fmt: skip
