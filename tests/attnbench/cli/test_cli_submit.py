@@ -97,7 +97,7 @@ def test_reports_of_conformance_are_held_against_the_table(here: Path, tmp_path:
     mine, reports = folder(tmp_path / "mine", ROWS), tmp_path / "reports"
     reports.mkdir()
     fails(attnbench("submit", mine, "--conformance", reports), 1, "holds no report")
-    committed = (ROOT / "results/nvidia-h200/conformance/fa3-bf16.md").read_text()
+    committed = (ROOT / "results/nvidia-h200/conformance/fa3.md").read_text()
     (reports / "fa3.md").write_text(committed)
     run = attnbench("submit", mine, "--conformance", reports)
     assert "no conformance report has checked sdpa-flash:bf16, triton:fp8" in run.stdout, run.stderr
