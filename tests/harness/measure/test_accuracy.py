@@ -12,7 +12,7 @@ from planted import FakeForward, healthy
 
 from attnbench.errors import AttnbenchError
 from attnbench.harness.cases.inputs import draw
-from attnbench.harness.measure.accuracy import Detail, judge_tensor, relative_l2
+from attnbench.harness.measure.accuracy import Detail, judge_tensor
 from attnbench.harness.measure.truth import Truth
 from attnbench.kernels.contract import Saved
 from attnbench.kernels.registry import registry
@@ -46,14 +46,6 @@ def answers(spec: AttentionSpec) -> dict[str, torch.Tensor]:
 
 def errors_of(truth: Truth, values: dict[str, torch.Tensor]) -> dict[str, float]:
     return {name: each.error for name, each in truth.judge(values).items()}
-
-
-def test_something_against_nothing_is_infinite_and_nothing_against_nothing_is_right():
-    nothing, rows = torch.zeros(3), torch.tensor([1.0, -math.inf, 2.0])
-    assert relative_l2(nothing.clone(), nothing) == relative_l2(rows.clone(), rows) == 0.0
-    assert relative_l2(torch.tensor([0.0, 1e-30, 0.0]), nothing) == math.inf
-    for wrong in ((1.0, -1e30, 2.0), (-math.inf, -math.inf, 2.0), (1.0, -math.inf, math.nan)):
-        assert relative_l2(torch.tensor(wrong), rows) == math.inf
 
 
 @pytest.mark.parametrize("share", [0.05, 0.2, 0.5, 0.9])
@@ -221,12 +213,6 @@ def test_own_errors_are_those_against_dense_attention_on_the_operands():
     gradients = dense_gradients(*used, inputs.grad_out, spec)
     exact = {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
     assert all(each.error < 1e-9 for each in floor.judge(exact).values())
-    assert (
-        Truth.of(SPEC, draw(SPEC, "normal", CPU), REGISTRY).exact_on(
-            REGISTRY.forward("wide:bf16").prepare(draw(SPEC, "normal", CPU).qkv, SPEC)
-        )
-        is None
-    )
     for name, judgement in truth.judge(exact).items():
         assert judgement.error > 1e-3
         assert judgement.error == pytest.approx(floor.judgements[name].error, rel=1e-6)

@@ -54,17 +54,12 @@ def test_numbered_parts_come_first_and_in_order(tmp_path):
     other.write_text(row(20).to_line() + "\n")
     merged = merge(tmp_path / "out", [other, *reversed(sources)])
     assert [each.case for each in merged.rows] == [f"case {number}" for number in [*range(12), 20]]
-    (tmp_path / "second node").mkdir()
-    sources[0] = sources[0].rename(tmp_path / "second node" / sources[0].name)  # copied together from two nodes
-    merged = merge(tmp_path / "again", sources)
-    assert [each.case for each in merged.rows] == [f"case {number}" for number in range(12)]
 
 
-@pytest.mark.parametrize("name", ["", MEASUREMENTS])
-def test_a_part_counts_once_however_often_it_is_named(tmp_path, name):
+def test_a_part_counts_once_however_often_it_is_named(tmp_path):
     first, second = parts(tmp_path / "parts", ROWS[:5], ROWS[5:])
     (tmp_path / "link").symlink_to(first)
-    merged = merge(tmp_path / "out", [first, tmp_path / "link", tmp_path / "parts", second / name])
+    merged = merge(tmp_path / "out", [first, tmp_path / "link", tmp_path / "parts", second / MEASUREMENTS])
     assert merged.rows == ROWS
     assert merged.repeated == 0
 
@@ -78,9 +73,7 @@ def test_a_rank_without_cases_is_no_missing_part(tmp_path):
     ("first", "second", "said"),
     [
         (row(1), row(1, time_ms={"call": [9.0]}), "measured twice, with another time_ms;"),
-        (row(1), row(1, started=WHEN + timedelta(seconds=1)), "measured twice, with another started;"),
         (row(1), row(1, status="crashed"), "its status is ok, then crashed"),
-        (row(1, status="unavailable"), row(1), "its status is unavailable, then ok"),
         (row(1, status="unavailable"), row(1, status="refused"), "its status is unavailable, then refused"),
         (row(1, status="refused"), row(1, status="refused", reason="another"), "it has another reason;"),
     ],
@@ -94,16 +87,18 @@ def test_two_rows_that_contradict_each_other(tmp_path, first, second, said):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_case_that_is_another_spec_elsewhere(tmp_path):
-    other = row(1, PLANS[1], case="case 0")
-    said = f"'case 0' is {spec(0)} in .*part-0000-of-0002, line 1, but {spec(1)} in .*part-0001-of-0002, line 1"
-    refused(MisuseError, said, tmp_path / "out", parts(tmp_path, [row(0)], [other]))
-
-
-def test_a_case_that_was_judged_on_other_families_elsewhere(tmp_path):
-    other = row(0, PLANS[1], error={"outlier": {"out": 0.05}})
-    said = "errors of the case 'case 0' are on normal in .*part-0000-of-0002, line 1, but on outlier in .*part-0001-of"
-    refused(MisuseError, said, tmp_path / "out", parts(tmp_path, [row(0)], [other]), partial=True)
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (row(1, PLANS[1], case="case 0"), f"'case 0' is {spec(0)} in {{}}, but {spec(1)} in "),
+        (row(0, PLANS[1], error={"outlier": {"out": 0.05}}), "'case 0' are on normal in {}, but on outlier in "),
+    ],
+    ids=["another spec", "other input families"],
+)
+def test_a_case_that_is_another_elsewhere(tmp_path, other, said):
+    places = [f".*part-000{number}-of-0002, line 1" for number in range(2)]
+    sources = parts(tmp_path, [row(0)], [other])
+    refused(MisuseError, said.format(places[0]) + places[1], tmp_path / "out", sources, partial=True)
 
 
 def test_a_refusal_says_the_same_on_every_node_at_any_time(tmp_path):
@@ -115,30 +110,20 @@ def test_a_refusal_says_the_same_on_every_node_at_any_time(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"device_name": "another GPU"}, "device_name was a GPU, is another GPU"),
-        ({"torch": "2.10.0"}, "torch was 2.9.0, is 2.10.0"),
-        ({"backends": {"fa3": "2.0"}}, "the backend fa3 was 1.0, is 2.0"),
-    ],
-)
-def test_unlike_machines_are_refused(tmp_path, change, said):
-    other = row(1, environment=replace(HERE, **change))
-    refused(MisuseError, f"part-0001-of-0002.*{said}", tmp_path / "out", parts(tmp_path, [row(0)], [other]))
-    refused(MisuseError, said, tmp_path / "out", parts(tmp_path / "one", [row(0), other]))
-
-
-@pytest.mark.parametrize(
     ("changes", "said"),
     [
+        ([{}, {"device_name": "another GPU"}], "device_name was a GPU, is another GPU"),
+        ([{}, {"backends": {"fa3": "2.0"}}], "the backend fa3 was 1.0, is 2.0"),
         ([{"backends": {"te": "1"}}, {}, {"backends": {"te": "2"}}], "the backend te was 1, is 2"),
-        ([{"power_cap_w": 700}, {}, {"power_cap_w": 600}], "power_cap_w was 700, is 600"),
         ([{}, {"power_cap_w": 700}, {"power_cap_w": 600}], "power_cap_w was 700, is 600"),
     ],
+    ids=["device", "backend", "backend that the second part does not name", "limit that the first does not name"],
 )
-def test_what_one_part_does_not_tell_is_compared_past_it(tmp_path, changes, said):
+def test_unlike_machines_are_refused_in_one_part_or_in_several(tmp_path, changes, said):
     rows = [row(number, environment=replace(HERE, **change)) for number, change in enumerate(changes)]
-    refused(MisuseError, f"part-0002-of-0003.*{said}", tmp_path / "out", parts(tmp_path, *([each] for each in rows)))
+    last = f"part-000{len(rows) - 1}-of-000{len(rows)}.*"
+    refused(MisuseError, last + said, tmp_path / "out", parts(tmp_path, *([each] for each in rows)))
+    refused(MisuseError, said, tmp_path / "out", parts(tmp_path / "one", rows))
 
 
 def test_another_node_of_the_kind_is_noted_and_the_table_knows_every_backend(tmp_path):
@@ -217,23 +202,16 @@ def test_nothing_is_written_while_parts_are_read_and_anything_may_be_afterwards(
 def test_sources_that_are_none(tmp_path):
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "empty").mkdir()
-    (tmp_path / "odd" / MEASUREMENTS).mkdir(parents=True)
     os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "bad.jsonl").write_text(row(0).to_line() + "\n{}\n" + row(1).to_line() + "\n")
-    with (tmp_path / "huge.jsonl").open("wb") as huge:
-        huge.truncate(2**28 + 1)
-    (tmp_path / "long.jsonl").write_text("x" * (2**21 + 1))
+    (tmp_path / "bad.jsonl").write_text(f"{row(0).to_line()}\n{{}}\n")
     damaged = part(tmp_path / "damaged", ROWS)
     (damaged / "table.json").write_text("{")
     for name, kind, said in [
         ("none", MalformedFileError, "none: cannot be read: No such file"),
         ("loop", MalformedFileError, "cannot be read: Too many levels of symbolic links"),
         ("empty", MisuseError, f"holds neither {MEASUREMENTS} nor folders called like part-0000-of-0002"),
-        ("odd", MalformedFileError, f"odd/{MEASUREMENTS}: expected a file"),
         ("pipe", MalformedFileError, "pipe: expected a file"),
         ("bad.jsonl", MalformedFileError, "bad.jsonl:2: expected"),
-        ("huge.jsonl", MalformedFileError, "at most 268435456 bytes"),
-        ("long.jsonl", MalformedFileError, "long.jsonl:1: expected"),
         ("damaged", MalformedFileError, "table.json:1: expected JSON"),
     ]:
         for partial in (False, True):
@@ -262,6 +240,3 @@ def test_places_that_are_none(tmp_path, monkeypatch):
     refused(MisuseError, "the folder you are in", tmp_path / "empty", [folder])
     monkeypatch.chdir(tmp_path)
     assert merge(tmp_path / "empty", [folder]).rows == ROWS
-    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    assert merge(tmp_path / "link", [folder]).rows == ROWS
-    assert (tmp_path / "elsewhere" / MEASUREMENTS).exists()
