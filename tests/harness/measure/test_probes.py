@@ -98,6 +98,7 @@ def test_a_leak_is_a_number_and_what_is_not_finite_an_infinite_one():
     after[:, :, 0, 3] = math.nan
     assert probe.leak(before, after) == math.inf
     assert probe.leak(after, after) == 0
+    assert probe.leak(torch.zeros_like(before), before) == math.inf
 
 
 @given(problems(dtypes=("fp64",)))
@@ -123,7 +124,7 @@ def test_negating_every_input_negates_every_answer_but_the_lse(problem):
 
 
 def test_same_bits_sees_a_sign_of_zero_and_takes_a_nan_for_a_nan():
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+    for dtype in (torch.float64, torch.bfloat16):
         x = torch.tensor([[1.0, math.nan], [0.0, -math.inf]], dtype=dtype)
         assert same_bits(x, x.clone())
         assert same_bits(x.t(), x.t().contiguous())

@@ -27,21 +27,17 @@ ONE_TASK = {**STEP, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOC
     [
         ({}, Shard()),
         (BATCH, Shard()),  # a batch script runs once, whatever was allocated
-        ({"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"}, Shard()),  # salloc
         ({**BATCH, **ONE_TASK, "SLURM_NTASKS": "8"}, Shard(0, 1, 0)),  # salloc with an interactive step
         (TORCHRUN, Shard(5, 16, 1)),
         (STEP, Shard(6, 8, 2)),
         ({**STEP, "SLURM_NTASKS": "64"}, Shard(6, 8, 2)),  # srun --preserve-env leaves the allocation's
         (ARRAY, Shard(2, 4)),
         (ARRAY_OF_ONE, Shard()),
-        ({**BATCH, **ARRAY}, Shard(2, 4)),
-        ({**STEP, **ARRAY}, Shard(2 * 8 + 6, 32, 2)),
         ({**TORCHRUN, **ARRAY}, Shard(2 * 16 + 5, 64, 1)),
         ({**TORCHRUN, **STEP, "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"}, Shard(5, 16, 1)),
         ({"RANK": "6", "WORLD_SIZE": "8", **STEP}, Shard(6, 8, 2)),  # a script that translates srun's variables
         ({**STEP, "CUDA_VISIBLE_DEVICES": "3"}, Shard(6, 8, 2, bound=True)),
         ({**STEP, "SLURM_GPUS_PER_TASK": "2", "CUDA_VISIBLE_DEVICES": "0,1"}, Shard(6, 8, 2, bound=True)),
-        ({**TORCHRUN, "CUDA_VISIBLE_DEVICES": "GPU-8a5c"}, Shard(5, 16, 1, bound=True)),
         ({**TORCHRUN, "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, Shard(5, 16, 1)),
         ({**TORCHRUN, **ONE_TASK, "SLURM_GPUS_PER_TASK": "2"}, Shard(5, 16, 1)),  # which torchrun's ranks share
     ],
@@ -56,8 +52,7 @@ def test_what_the_launcher_says(environ, expected):
         ({"RANK": "0"}, "WORLD_SIZE is not set"),
         ({"WORLD_SIZE": "2"}, "RANK is not set"),
         ({"LOCAL_RANK": "0"}, "RANK is not set"),
-        ({**TORCHRUN, "RANK": "-1"}, "RANK must be a whole number, not '-1'"),
-        ({**TORCHRUN, "RANK": "١"}, "RANK must"),
+        ({**TORCHRUN, "RANK": "١"}, "RANK must be a whole number, not '١'"),
         ({**TORCHRUN, "WORLD_SIZE": "9" * 5000}, "WORLD_SIZE must"),
         ({**TORCHRUN, "RANK": "16"}, "RANK is 16, but WORLD_SIZE is 16"),
         ({**TORCHRUN, "LOCAL_RANK": "16"}, "LOCAL_RANK is 16, but WORLD_SIZE is 16"),
@@ -67,10 +62,8 @@ def test_what_the_launcher_says(environ, expected):
         ({"RANK": "0", "WORLD_SIZE": "8", **STEP}, "RANK and WORLD_SIZE say part 0 of 8.*say 6 of 8"),
         ({"SLURM_ARRAY_TASK_ID": "3"}, "SLURM_ARRAY_TASK_COUNT is not set"),
         ({**ARRAY_OF_ONE, "SLURM_ARRAY_TASK_STEP": "0"}, "not 0 apart"),
-        ({**ARRAY, "SLURM_ARRAY_TASK_COUNT": "0"}, "the 0 indices"),
         ({**ARRAY, "SLURM_ARRAY_TASK_MAX": "11"}, "from 1 to 11 are not 3 apart.*--array=0-N"),
         ({**ARRAY, "SLURM_ARRAY_TASK_ID": "6"}, "none of the 4 indices"),
-        ({**ARRAY, "SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_TASK_STEP": "3"}, "none of the 4 indices"),
     ],
 )
 def test_what_contradicts_itself_is_said(environ, said):
@@ -131,7 +124,6 @@ def test_each_rank_writes_a_folder_of_its_own(tmp_path):
         (Shard(2, 4), "auto", 8, "auto"),  # the tasks of an array are on nodes, or in jobs, of their own
         (Shard(5, 16, 1), "auto", 0, "auto"),
         (Shard(5, 16, 1), "auto", 4, "cuda:1"),
-        (Shard(5, 16, 1), "cuda:3", 4, "cuda:3"),
         (Shard(5, 16, 1), "cuda:0,cuda:1", 4, "cuda:0,cuda:1"),
         (Shard(5, 16, 1), "cpu", 4, "cpu"),
         (Shard(5, 16, 3, bound=True), "auto", 1, "cuda:0"),
@@ -142,10 +134,9 @@ def test_each_rank_takes_a_gpu_of_its_own(shard, name, visible, expected):
     assert shard.device(name, visible) == expected
 
 
-@pytest.mark.parametrize("name", ["auto", "cuda"])
-def test_two_ranks_do_not_share_a_gpu(name):
+def test_two_ranks_do_not_share_a_gpu():
     with pytest.raises(MisuseError, match="local rank 4 has no GPU of its own, this node shows 4"):
-        Shard(4, 8, 4).device(name, 4)
+        Shard(4, 8, 4).device("auto", 4)
 
 
 def test_torchrun_itself(tmp_path):

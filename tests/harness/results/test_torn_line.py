@@ -38,7 +38,6 @@ def sentence(folder):
         (("compare", "TORN", "TORN"), 4),
         (("table", "build", "TORN", "-o", "OUT.json"), 0),
         (("table", "check", "TORN"), None),
-        (("merge", "OUT", "TORN"), 2),
         (("merge", "--partial", "OUT", "TORN"), 0),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,

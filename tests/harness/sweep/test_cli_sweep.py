@@ -4,13 +4,11 @@ import json
 
 import command_line
 import pytest
-import torch
 from planted import in_haste
 from stations import Shop
 
-from attnbench.choosing.selector import choose
 from attnbench.harness.measure.timing import Timer
-from attnbench.harness.results.records import Measurement, read_measurements
+from attnbench.harness.results.records import Measurement
 from attnbench.tables.table import Table
 
 TINY = "- {batch: 1, heads: 1, seqlen_q: 128, head_dim: 128, direction: [forward, training]}\n"
@@ -86,26 +84,3 @@ def test_nothing_measured_is_a_failure_with_its_rows_kept(tiny, tmp_path):
     done = attnbench("--preset", tiny, "--backends", "sdpa-cudnn", "--format", "json", "--out", tmp_path, code=1)
     assert {row["status"] for row in json.loads(done.stdout)} <= {"unavailable", "refused"}
     assert "nothing could be measured" in done.stderr
-
-
-@pytest.mark.exhaustive
-def test_packed_and_padded_cases_are_swept_reported_and_chosen_by(tmp_path):
-    file = tmp_path / "documents.yaml"
-    file.write_text(
-        "- heads: 2\n  head_dim: 64\n  mask: causal\n  direction: [forward, training]\n"
-        "  lengths: {distribution: zipf, longest: 96, total: 200, layout: [packed, left-padded, dense, equal]}\n"
-    )
-    names = "emulated:fp8-token,sdpa-flash:bf16"
-    done = attnbench("--preset", file, "--backends", names, "--out", tmp_path / "out")
-    rows = list(read_measurements(tmp_path / "out" / "measurements.jsonl"))
-    assert len(rows) >= 16
-    for row in rows:
-        assert row.lengths.layout in row.case or row.spec.lengths is not None
-        if row.plan.forward == row.plan.backward or row.plan.backward is None:
-            assert row.status == "ok", row.reason
-    assert done.stdout.count("Beside it, in times its call:") == 4
-    table = Table.load(tmp_path / "out" / "table.json")
-    asked = next(row.spec for row in rows if row.spec.lengths is not None and row.spec.lengths.batch == "packed")
-    choice = choose(asked, torch.device("cpu"), fp8=True, table=table)
-    assert (str(choice.plan.forward), choice.basis) == ("sdpa-flash:bf16", "measured")
-    attnbench("--preset", file, "--backends", names, "--out", tmp_path / "out", "--resume")

@@ -13,7 +13,6 @@ from attnbench.harness.cases.case import Case
 from attnbench.harness.measure.bench import Bench
 from attnbench.harness.measure.setup import DeviceSetup
 from attnbench.harness.results.peaks import PEAK_TFLOPS
-from attnbench.harness.results.records import Measurement
 from attnbench.harness.sweep import device_sweep, devices
 from attnbench.harness.sweep.backend_process import BackendProcess
 from attnbench.harness.sweep.device_sweep import DeviceSweep, PhaseStarted, StoppedError
@@ -135,10 +134,6 @@ def test_times_are_given_for_the_host_as_fast_as_it_usually_was(shop, monkeypatc
     assert usual[:4] == [None, 0.02, 0.015, 0.02]
     assert usual[-1] == 0.01
     assert row.performance.host_scale == [0.5] * len(row.performance.visits["call"])
-    again = Measurement.model_validate_json(row.to_line())
-    assert again == row
-    exact = row.model_copy(update={"performance_": row.performance.model_copy(update={"host_scale": []})})
-    assert "host_scale" not in exact.to_line()
 
 
 def test_a_time_that_cannot_be_is_an_error_and_a_possible_one_a_share(shop, monkeypatch):
@@ -157,7 +152,7 @@ def test_a_time_that_cannot_be_is_an_error_and_a_possible_one_a_share(shop, monk
         assert all(line.spent[phase] > first[phase] for phase in first)
 
 
-@pytest.mark.parametrize(("cores", "together"), [(1, 1), (2, 2), (64, 2)])
+@pytest.mark.parametrize(("cores", "together"), [(1, 1), (64, 2)])
 def test_two_backends_work_at_once_on_a_cpu_but_not_while_one_is_timed(shop, monkeypatch, cores, together):
     inside, most, met = [], [], threading.Event()
 

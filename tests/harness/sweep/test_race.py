@@ -97,16 +97,6 @@ def test_a_plan_that_only_its_host_made_slow_is_looked_at_again():
     assert {*race.timed} == {*plans}
 
 
-def test_a_plan_that_failed_sets_no_limit():
-    forwards = {"a:bf16": 1.0, "b:bf16": 100.0}
-    plans = [Plan(name) for name in forwards]
-    race = Race(plans)
-    race.looks[plans[1]] = look(100.0, None)
-    race.leave(plans[0])
-    assert race.unseen() == []
-    assert race.entrants() == [plans[1]]
-
-
 CASE = Case("one", AttentionSpec.make(batch=1, heads=1, seqlen_q=16, head_dim=8), ("normal", "outlier"))
 QUICK, SLOW, EXACT = (Plan.parse(name) for name in ("small:fp8", "wide:bf16", "reference:fp32"))
 
@@ -203,10 +193,3 @@ def test_behind_a_winner_that_was_inaccurate_another_wins(shop, paces):
     rows = raced([QUICK, EXACT], max_error=1e-6)
     assert rows[QUICK].status == "inaccurate"
     assert rows[EXACT].status == "ok"
-
-
-def test_a_worker_that_dies_under_a_first_look_costs_that_plan_alone(shop, paces):
-    shop.breaks(LostError("crashed", "gone", died=True), "look", EXACT, times=9)
-    rows = raced([QUICK, SLOW, EXACT])
-    assert rows[EXACT].status == "crashed"
-    assert rows[QUICK].status == rows[SLOW].status == "ok"

@@ -144,16 +144,31 @@ def test_a_process_that_cannot_be_started_is_the_reason_and_leaves_nothing_open(
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-TELLING = """
-import sys
+REPORTING = """
+import os, sys
 from multiprocessing.connection import Connection
 
 def main(descriptor, parent):
     connection = Connection(descriptor)
-    for value in (None, (sys.dont_write_bytecode, sys.pycache_prefix)):
+    for value in (None, (os.environ.get("ATTNBENCH_TEST_INHERITED"), sys.dont_write_bytecode, sys.pycache_prefix)):
         connection.recv()
         connection.send(("done", value))
 """
+
+
+@pytest.fixture
+def report(monkeypatch, tmp_path):
+    """A function that starts a process and returns a variable of its environment and where it keeps its bytecode."""
+    (tmp_path / "reporting.py").write_text(REPORTING)
+
+    def report():
+        monkeypatch.syspath_prepend(tmp_path)
+        worker = Worker(None, module="reporting")
+        found = worker.ask("report", seconds=PATIENCE)
+        worker.close()
+        return found
+
+    return report
 
 
 def homeless():
@@ -165,20 +180,15 @@ def homeless():
     [(False, False, True), (False, True, True), (True, False, True), (False, False, False)],
 )
 def test_what_python_compiles_is_kept_where_neither_it_nor_a_compiled_torch_would_be(
-    monkeypatch, tmp_path, no_server_yet, kept, compiled, home
+    monkeypatch, tmp_path, no_server_yet, report, kept, compiled, home
 ):
-    (tmp_path / "telling.py").write_text(TELLING)
-    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "" if kept else "1")
     monkeypatch.setattr(sys, "dont_write_bytecode", not kept)
     torch = SimpleNamespace(cached=__file__ if compiled else str(tmp_path / "torch.pyc"))
     monkeypatch.setattr(process_start, "find_spec", lambda _: torch)
     monkeypatch.setattr(process_start, "cache_folder", (lambda: tmp_path) if home else homeless)
-    worker = Worker(None, module="telling")
     usual = (not kept, sys.pycache_prefix)
-    told = worker.ask("tell", seconds=PATIENCE)
-    worker.close()
-    assert told == (usual if kept or compiled or not home else (False, str(tmp_path / "bytecode")))
+    assert report()[1:] == (usual if kept or compiled or not home else (False, str(tmp_path / "bytecode")))
 
 
 def test_a_segmentation_fault_says_where(worker):
@@ -256,28 +266,12 @@ def test_a_server_that_hangs_is_the_reason_and_is_killed(monkeypatch, no_server_
     assert server.wait(PATIENCE) == -signal.SIGKILL
 
 
-INHERITING = """
-import os
-from multiprocessing.connection import Connection
-
-def main(descriptor, parent):
-    connection = Connection(descriptor)
-    for value in (None, os.environ["ATTNBENCH_TEST_INHERITED"]):
-        connection.recv()
-        connection.send(("done", value))
-"""
-
-
-def test_a_process_has_the_variables_and_the_path_of_its_own_start(monkeypatch, no_server_yet, tmp_path):
+def test_a_process_has_the_variables_and_the_path_of_its_own_start(monkeypatch, no_server_yet, report):
     """Not those that the server was started with."""
     first = Worker(SETTING)
     asked(first, "fine")
-    (tmp_path / "inheriting.py").write_text(INHERITING)
-    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("ATTNBENCH_TEST_INHERITED", "later")
-    later = Worker(None, module="inheriting")
-    assert later.ask("tell", seconds=PATIENCE) == "later"
-    later.close()
+    assert report()[0] == "later"
     first.close()
 
 
