@@ -40,11 +40,6 @@ def test_the_power_is_found_and_calls_of_fast_and_slow_visits_agree(power):
     assert median(calls) == pytest.approx(0.1 * (median(SLOWS) / 0.01) ** power, rel=0.1)
 
 
-def test_calls_that_wait_for_the_device_keep_their_times():
-    held = visited(SLOWS, 1.0, device=9.0)
-    assert set(HostSpeed([held]).calls(held)) == {9.0}
-
-
 @pytest.mark.parametrize("device", [0.001, 9.0])
 def test_a_table_holds_the_part_of_the_host_and_that_of_the_device(device):
     (entry,) = condense([visited(SLOWS, 1.0, device=device)])

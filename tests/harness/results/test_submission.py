@@ -89,6 +89,7 @@ LIES: dict[str, tuple[Change, list[str]]] = {
     "a path": (crashed("cannot open /home/alice/lib.so"), ["'/home/alice/lib.so'"]),
     "a name": (crashed("the job of Alice ended"), ["'Alice'"]),
     "an origin": (everywhere(origins={**H200.origins, "fa3": "git+ssh://build.acme.corp/fa3"}), ["origin of fa3"]),
+    "a host": (everywhere(platform="Linux-6.18-node17.cluster.internal"), ["platform holds"]),
     "few shapes": (lambda rows: rows[: 3 * (LEAST_SHAPES - 1)], [f"{LEAST_SHAPES - 1} shapes with"]),
     "one plan": (lambda rows: rows[::3], ["0 shapes with at least 2 plans"]),
     "one visit each": (

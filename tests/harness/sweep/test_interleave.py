@@ -140,16 +140,6 @@ def test_noise_ends_at_the_limit_and_not_long_before(seconds, limit, seed):
         assert len(each.spans) == device.visits.count(plan)
 
 
-@given(counts, seeds)
-@long
-def test_a_plan_slower_than_its_limit_is_visited_once_and_the_others_go_on(count, seed):
-    slow, *quick = plans(count + 1)
-    device = Device(dict.fromkeys([slow, *quick], 1.0), {slow: 3 * TIMER.limit}, noisy)
-    samples = run(device, seed=seed)
-    assert len(samples[slow].spans) == device.visits.count(slow) == 1
-    assert all(len(samples[plan].spans) >= TIMER.fewest for plan in quick)
-
-
 @given(seeds)
 @long
 def test_one_visit_that_was_held_up_does_not_decide(seed):
