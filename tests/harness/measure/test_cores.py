@@ -16,62 +16,51 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-class Parked:
-    """A thread that waits until it is released."""
-
-    def __init__(self) -> None:
-        self._ready, self._release = threading.Event(), threading.Event()
-        self.thread = threading.Thread(target=self._wait)
-        self.thread.start()
-        self._ready.wait()
-
-    def _wait(self) -> None:
-        self._ready.set()
-        self._release.wait()
-
-    @property
-    def cores(self) -> set[int]:
-        return os.sched_getaffinity(self.thread.native_id)
-
-    def end(self) -> None:
-        self._release.set()
-        self.thread.join()
-
-
 @pytest.fixture
 def parked():
-    made = []
+    """A function that starts a thread, which waits until the test is over."""
+    released, threads = threading.Event(), []
 
-    def one() -> Parked:
-        made.append(Parked())
-        return made[-1]
+    def start() -> threading.Thread:
+        threads.append(threading.Thread(target=released.wait))
+        threads[-1].start()
+        return threads[-1]
 
-    yield one
-    for each in made:
-        each.end()
+    yield start
+    released.set()
+    for each in threads:
+        each.join()
+
+
+def cores_of(thread: threading.Thread) -> set[int]:
+    return os.sched_getaffinity(thread.native_id)
 
 
 @pytest.mark.parametrize("raised", [False, True])
 def test_every_thread_is_on_the_core_and_afterwards_where_it_was(parked, raised):
     usual, core = os.sched_getaffinity(0), core_for(0)
     before, bound = parked(), parked()
-    os.sched_setaffinity(bound.thread.native_id, {min(usual)})
+    os.sched_setaffinity(bound.native_id, {min(usual)})
     try:
         with on_core(core):
             during = parked()
-            assert before.cores == bound.cores == during.cores == os.sched_getaffinity(0) == {core}
+            assert [cores_of(each) for each in (before, bound, during)] == [{core}] * 3
+            assert os.sched_getaffinity(0) == {core}
             if raised:
                 raise KeyboardInterrupt
     except KeyboardInterrupt:
         assert raised
-    assert before.cores == during.cores == os.sched_getaffinity(0) == usual
-    assert bound.cores == {min(usual)}
+    assert cores_of(before) == cores_of(during) == os.sched_getaffinity(0) == usual
+    assert cores_of(bound) == {min(usual)}
 
 
-def test_a_thread_that_ends_meanwhile_or_a_core_that_is_gone_does_no_harm(parked):
-    usual, ended = os.sched_getaffinity(0), parked()
+def test_a_thread_that_ends_meanwhile_or_a_core_that_is_gone_does_no_harm():
+    usual, ended = os.sched_getaffinity(0), threading.Event()
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
     with on_core(core_for(0)):
-        ended.end()
+        ended.set()
+        thread.join()
     with on_core(1023):
         pass
     assert os.sched_getaffinity(0) == usual

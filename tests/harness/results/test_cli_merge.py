@@ -3,8 +3,8 @@
 import json
 from dataclasses import replace
 
-import command_line
 import pytest
+from command_line import expect
 from merged import HERE, parts, row
 from planted import in_haste
 from stations import Shop
@@ -14,13 +14,6 @@ from attnbench.harness.results.records import read_measurements
 from attnbench.harness.results.store import MEASUREMENTS
 
 STEERS = "\x1b[31mLinux"  # what would colour a terminal
-
-
-def attnbench(*arguments, code=0):
-    done = command_line.attnbench(*arguments)
-    assert done.returncode == code, done.stderr
-    assert "Traceback" not in done.stderr
-    return done
 
 
 @pytest.fixture
@@ -35,7 +28,7 @@ def run(tmp_path):
 
 
 def test_json_says_what_was_joined(run, tmp_path, own_cache):
-    done = attnbench("merge", tmp_path / "out", run, "--format", "json")
+    done = expect("merge", tmp_path / "out", run, "--format", "json")
     rows = list(read_measurements(tmp_path / "out" / MEASUREMENTS))
     assert [each.case for each in rows] == ["case 0", "case 1", "case 2", "case 3"]
     said = json.loads(done.stdout)
@@ -52,7 +45,7 @@ def test_json_says_what_was_joined(run, tmp_path, own_cache):
 
 @pytest.mark.parametrize("format", ["table", "markdown"])
 def test_a_person_reads_parts_and_notes_and_no_file_steers_the_terminal(run, tmp_path, format):
-    said = attnbench("merge", tmp_path / "out", *sorted(run.iterdir()), "--format", format).stdout
+    said = expect("merge", tmp_path / "out", *sorted(run.iterdir()), "--format", format).stdout
     assert str(run / "part-0001-of-0002") in said
     assert "with the same content: 1" in said
     assert "platform was Linux, is  [31mLinux" in said
@@ -61,11 +54,11 @@ def test_a_person_reads_parts_and_notes_and_no_file_steers_the_terminal(run, tmp
 
 def test_a_missing_part_is_refused_or_named(run, tmp_path):
     one = run / "part-0001-of-0002"
-    done = attnbench("merge", tmp_path / "out", one, code=2)
+    done = expect("merge", tmp_path / "out", one, code=2)
     assert "part-0000-of-0002 is missing" in done.stderr
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
-    done = attnbench("merge", tmp_path / "out", one, "--partial")
+    done = expect("merge", tmp_path / "out", one, "--partial")
     assert "part-0000-of-0002 is missing" in done.stdout
     assert f"incomplete; `attnbench sweep --resume --out {tmp_path / 'out'}`" in done.stderr
 
@@ -79,11 +72,11 @@ def test_a_partial_result_is_completed_by_a_sweep(tmp_path, monkeypatch):
     (tmp_path / "all.yaml").write_text(shapes.format("[64, 96]"))
     sweep = ("sweep", "--device", "cpu", "--backends", "sdpa-math", "--format", "json")
     part = tmp_path / "part-0000-of-0002"
-    attnbench(*sweep, "--preset", tmp_path / "part.yaml", "--out", part)
-    attnbench("merge", tmp_path / "out", part, "--partial")
-    done = attnbench(*sweep, "--preset", tmp_path / "all.yaml", "--out", tmp_path / "out", "--resume")
+    expect(*sweep, "--preset", tmp_path / "part.yaml", "--out", part)
+    expect("merge", tmp_path / "out", part, "--partial")
+    done = expect(*sweep, "--preset", tmp_path / "all.yaml", "--out", tmp_path / "out", "--resume")
     rows = list(read_measurements(tmp_path / "out" / MEASUREMENTS))
     before = list(read_measurements(part / MEASUREMENTS))
     assert len(rows) == len(json.loads(done.stdout)) == 2 * len(before)
     assert rows[: len(before)] == before
-    attnbench("merge", tmp_path / "whole", tmp_path / "out")
+    expect("merge", tmp_path / "whole", tmp_path / "out")

@@ -64,6 +64,7 @@ def test_what_the_launcher_says(environ, expected):
         ({**ARRAY_OF_ONE, "SLURM_ARRAY_TASK_STEP": "0"}, "not 0 apart"),
         ({**ARRAY, "SLURM_ARRAY_TASK_MAX": "11"}, "from 1 to 11 are not 3 apart.*--array=0-N"),
         ({**ARRAY, "SLURM_ARRAY_TASK_ID": "6"}, "none of the 4 indices"),
+        ({**ARRAY, "SLURM_ARRAY_TASK_ID": "13"}, "none of the 4 indices"),
     ],
 )
 def test_what_contradicts_itself_is_said(environ, said):

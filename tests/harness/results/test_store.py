@@ -7,6 +7,8 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,14 +101,20 @@ def test_a_place_that_is_none(tmp_path):
         Store(tmp_path, HERE, resume=True)
 
 
-def test_a_disk_that_is_full_already_is_said_before_anything_is_measured(tmp_path):
+@contextmanager
+def longest_file(size: int) -> Iterator[None]:
+    """As on a disk that is full: no file of this process can grow beyond so many bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
-        with pytest.raises(OutputError, match="File too large; name a folder on another disk"):
-            Store(tmp_path, HERE)
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_that_is_full_already_is_said_before_anything_is_measured(tmp_path):
+    with longest_file(10_000), pytest.raises(OutputError, match="File too large; name a folder on another disk"):
+        Store(tmp_path, HERE)
     with Store(tmp_path, HERE) as store:
         store.append(row(0))
     assert {each.name: each.stat().st_size > 0 for each in tmp_path.iterdir()} == {".lock": False, MEASUREMENTS: True}
@@ -116,13 +124,8 @@ def test_a_full_disk_loses_nothing_and_leaves_nothing_half_written(tmp_path):
     with Store(tmp_path, HERE) as store:
         store.append(row(0))
         size = store.path.stat().st_size
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 500, before[1]))
-        try:
-            with pytest.raises(OutputError, match="1 rows before are safe"):
-                store.append(row(1))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        with longest_file(size + 500), pytest.raises(OutputError, match="1 rows before are safe"):
+            store.append(row(1))
         assert store.path.stat().st_size == size
         store.append(row(1))
     assert [each.case for each in read_measurements(tmp_path / MEASUREMENTS)] == ["case 0", "case 1"]

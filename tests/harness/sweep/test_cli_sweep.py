@@ -2,8 +2,8 @@
 
 import json
 
-import command_line
 import pytest
+from command_line import expect
 from planted import in_haste
 from stations import Shop
 
@@ -14,10 +14,8 @@ from attnbench.tables.table import Table
 TINY = "- {batch: 1, heads: 1, seqlen_q: 128, head_dim: 128, direction: [forward, training]}\n"
 
 
-def attnbench(*arguments, code=0, run=command_line.attnbench):
-    done = run("sweep", "--device", "cpu", *map(str, arguments))
-    assert done.returncode == code, done.stderr
-    return done
+def attnbench(*arguments, code=0):
+    return expect("sweep", "--device", "cpu", *arguments, code=code)
 
 
 @pytest.fixture(autouse=True)
