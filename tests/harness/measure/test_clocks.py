@@ -190,16 +190,17 @@ def test_readings_are_condensed_and_come_back_from_json():
     readings = [
         Reading(1.0, clock_mhz=1980, memory_mhz=3201, power_w=690.0, throttled=("power cap",), clock_set=False),
         Reading(2.0, clock_mhz=1200, memory_mhz=2619, temperature_c=-4, throttled=(), clock_set=True),
+        Reading(2.5, clock_mhz=1830, memory_mhz=2619, throttled=("power cap",)),
         Reading(
             3.0, clock_mhz=1830, memory_mhz=3201, power_w=500.0, temperature_c=64, throttled=("power cap", "thermal")
         ),
-        Reading(4.0, temperature_c=61, throttled=("power cap",)),
+        Reading(4.0, memory_mhz=2619, temperature_c=61),
     ]
     found = Conditions.of(readings)
     assert found == Conditions(
-        readings=4,
+        readings=5,
         clock_mhz=Range(lowest=1200, median=1830, highest=1980),
-        memory_mhz=3201,
+        memory_mhz=2619,
         power_w=Range(lowest=500, median=595, highest=690),
         temperature_c=64,
         throttled={"power cap": 0.75, "thermal": 0.25},

@@ -93,7 +93,7 @@ def test_what_is_raised_is_one_line_and_costs_no_process(worker, name, status, r
 
 def test_what_is_printed_stays_out_of_the_sweep_and_of_the_log(worker, capfd):
     asked(worker, "fine")
-    for name in ("writes", "chats", "prints"):
+    for name in ("chats", "prints"):
         asked(worker, name)
         assert log_size(worker) == 0
     asked(worker, "floods")  # megabytes

@@ -153,11 +153,6 @@ def _floods(value: Any) -> Any:
     return value
 
 
-def _writes(value: Any) -> Any:
-    os.write(1, b'{"not": "a row"}\n')
-    return value
-
-
 def _reads_stdin(value: Any) -> Any:
     assert sys.stdin.read() == ""
     return value
@@ -206,7 +201,6 @@ ACTS: dict[str, Callable[[Any], Any]] = {
     "says-and-fails": _prints_and_fails,
     "chats": _chats,
     "floods": _floods,
-    "writes": _writes,
     "reads": _reads_stdin,
     "leaves": _leaves,
     "segfaults": _segfaults,
