@@ -14,6 +14,7 @@ from attnbench.harness.measure import trial
 from attnbench.harness.measure.bench import Bench
 from attnbench.harness.measure.open_case import OpenCase
 from attnbench.harness.measure.timing import Taken, Timer
+from attnbench.harness.measure.trace import LONGEST_NAME, MOST_NAMES, shorten_names
 from attnbench.kernels.contract import ForwardKernel, Result
 from attnbench.kernels.plan import Plan
 from attnbench.kernels.registry import Registry
@@ -245,3 +246,12 @@ def test_a_backward_through_a_recorded_graph_is_sampled_visit_after_visit():
         one.case.load_first()
         assert len(one.sample(Timer(CPU, visit=0.0, limit=1.0, patience=1.0), replay=False).time_ms["backward"]) > 0
     assert one.conclude().judged["normal"]["dk"].error < 0.05
+
+
+def test_names_of_what_ran_are_bounded_and_the_evidence_is_kept():
+    flash = FakeForward("x:bf16", evidence={"cpu": "flash"})
+    names = [f"{number}" + "x" * 1000 for number in range(100)] + ["flash"]
+    kept = shorten_names(flash, names, "cpu")
+    assert kept[0] == "flash"
+    assert len(kept) == MOST_NAMES
+    assert max(map(len, kept)) == LONGEST_NAME

@@ -10,11 +10,15 @@ from attnbench.errors import MisuseError, UnknownBackendError
 from attnbench.harness.cases.case import Case
 from attnbench.harness.results.condense import condense
 from attnbench.harness.results.store import Store
+from attnbench.harness.sweep import contending as module
+from attnbench.harness.sweep import devices
 from attnbench.harness.sweep.run import Ended, Finished, Started, run_sweep, tasks_of
+from attnbench.kernels.devices import describe
 from attnbench.kernels.plan import Plan
 from attnbench.kernels.registry import Registry
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
+from attnbench.tables.user_table import Known
 
 CPU = torch.device("cpu")
 FORWARD = Case("forward", AttentionSpec.make(batch=1, heads=2, seqlen_q=64, head_dim=16, mask=Mask(right=0)))
@@ -213,3 +217,25 @@ def test_the_error_chosen_by_is_the_worst_of_out_and_gradients(rows, worst):
     errors = {**dict.fromkeys(("out", "dq", "dk", "dv"), 0.1), "lse": 0.9, worst: 0.2}
     (entry,) = condense([changed(row, error={"normal": errors})])
     assert entry.errors == {"normal": 0.2}
+
+
+def test_what_is_predicted_to_be_slower_has_a_row_without_times_in_either_part_of_a_sweep(shop, tmp_path, monkeypatch):
+    lab, here, known = setup(), describe(CPU), Known(())
+    cases = [Case(f"case {size}", FORWARD.spec.replace(seqlen_q=size, seqlen_kv=size)) for size in range(8, 11)]
+    monkeypatch.setattr(devices, "_FIRST", 1)
+    monkeypatch.setattr(
+        module, "contenders", lambda spec, plans, *_: {plan: True for plan in plans if plan.forward == "wide:bf16"}
+    )
+    swept = tasks_of(cases, lab.registry, CPU, "fp8", ["wide", "small"])
+    tasks = module.contending(swept, known, lab.registry, here)
+    assert not any(task.required for task in tasks)
+    assert any(task.required for task in module.contending(swept, known, lab.registry, here, fresh=True))
+    with Store(tmp_path, lab.environment) as store:
+        list(run_sweep(tasks, [lab], store))
+        assert sorted(row.key for row in store.rows) == sorted(task.key for task in tasks)
+        rows = {(row.case, row.plan.forward): row for row in store.rows}
+    for case in cases:
+        assert rows[case.name, "wide:bf16"].status == "ok"
+        lost = rows[case.name, "small:fp8"]
+        assert (lost.status, dict(lost.time_ms)) == ("slower", {})
+        assert "predict" in lost.reason
