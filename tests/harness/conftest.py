@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from stations import Shop
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -14,3 +15,9 @@ def one_thread() -> Iterator[None]:
         patch.setenv("OMP_NUM_THREADS", "1")
         yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def shop(monkeypatch: pytest.MonkeyPatch) -> Shop:
+    """Workers of a sweep that live in the test."""
+    return Shop(monkeypatch)

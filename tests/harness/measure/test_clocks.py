@@ -14,6 +14,7 @@ from patience import PATIENCE
 from pydantic import ValidationError
 from stations import wait_until
 
+from attnbench.errors import InputError
 from attnbench.harness.measure.clocks import Conditions, Range, Reading, Watch, readings_within
 
 ONE, TWO = "00000000-aaaa-bbbb-cccc-000000000001", "00000000-aaaa-bbbb-cccc-000000000002"
@@ -137,6 +138,14 @@ def test_a_driver_that_hangs_does_not_hang_the_harness(monkeypatch):
     released.set()
     hanging.join()
     assert fake.sessions == 0
+
+
+def test_a_period_and_a_span_must_be_one():
+    with pytest.raises(InputError):
+        Watch(ONE, float("nan"))
+    for span in ((2.0, 1.0), (float("nan"), 1.0)):
+        with pytest.raises(InputError):
+            readings_within([Reading(at=1.0)], [span], reach=1.0)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import pytest
 from command_line import expect
 from merged import HERE, parts, row
 from planted import in_haste
-from stations import Shop
 
 from attnbench.harness.measure.timing import Timer
 from attnbench.harness.results.records import read_measurements
@@ -63,10 +62,9 @@ def test_a_missing_part_is_refused_or_named(run, tmp_path):
     assert f"incomplete; `attnbench sweep --resume --out {tmp_path / 'out'}`" in done.stderr
 
 
-def test_a_partial_result_is_completed_by_a_sweep(tmp_path, monkeypatch):
+def test_a_partial_result_is_completed_by_a_sweep(tmp_path, monkeypatch, shop):
     """The part of a rank that was lost is measured again by one process."""
     monkeypatch.setattr(Timer, "for_device", in_haste)
-    Shop(monkeypatch)
     shapes = "- {{batch: 1, heads: 1, seqlen_q: {}, head_dim: 64}}\n"
     (tmp_path / "part.yaml").write_text(shapes.format(64))
     (tmp_path / "all.yaml").write_text(shapes.format("[64, 96]"))

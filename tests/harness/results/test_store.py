@@ -16,7 +16,6 @@ import pytest
 from patience import PATIENCE
 from places import SUPPORT
 from planted import setup
-from stations import Shop
 
 from attnbench.errors import MalformedFileError, MisuseError, OutputError
 from attnbench.harness.cases.case import Case
@@ -141,8 +140,7 @@ def _lines(folder: Path) -> int:
 
 
 @pytest.mark.exhaustive
-def test_a_sweep_killed_at_random_moments_has_the_rows_of_an_undisturbed_one(tmp_path, monkeypatch):
-    Shop(monkeypatch)  # the undisturbed sweep and the last one need no processes
+def test_a_sweep_killed_at_random_moments_has_the_rows_of_an_undisturbed_one(tmp_path, shop):
     sweep(tmp_path / "whole")
     expected = _rows(tmp_path / "whole")
     assert len(set(expected)) == len(expected) > 5

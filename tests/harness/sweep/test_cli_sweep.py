@@ -5,7 +5,6 @@ import json
 import pytest
 from command_line import expect
 from planted import in_haste
-from stations import Shop
 
 from attnbench.harness.measure.timing import Timer
 from attnbench.harness.results.records import Measurement
@@ -58,8 +57,7 @@ def test_json_is_the_records_and_nothing_else_and_the_table_is_kept(tiny, tmp_pa
     assert again.stderr.count("there already") == len(rows)
 
 
-def test_a_table_by_default_and_a_fresh_folder_that_is_named(tiny, own_cache, monkeypatch):
-    Shop(monkeypatch)
+def test_a_table_by_default_and_a_fresh_folder_that_is_named(tiny, own_cache, shop):
     done = attnbench("--preset", tiny, "--backends", "sdpa-flash:bf16,sdpa-cudnn:bf16")
     assert "Fastest within its bound: sdpa-flash:bf16" in done.stdout
     assert "Not measured" in done.stdout

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from patience import PATIENCE
 from planted import setup
-from stations import Shop, wait_until
+from stations import wait_until
 
 from attnbench.harness.cases.case import Case
 from attnbench.harness.measure.bench import Bench
@@ -30,11 +30,6 @@ WIDE, SMALL, EXACT, WIDER = (
 PLANS = [WIDE, SMALL, EXACT, WIDER]
 DIED = LostError("crashed", "the process was killed", died=True)
 FULL = LostError("oom", "OutOfMemoryError: no more", died=False)
-
-
-@pytest.fixture
-def shop(monkeypatch):
-    return Shop(monkeypatch)
 
 
 def measured(case=CASE, plans=PLANS, line=None):

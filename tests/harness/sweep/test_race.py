@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from planted import setup
-from stations import Shop
 
 from attnbench.harness.cases.case import Case
 from attnbench.harness.measure.bench import Bench
@@ -117,11 +116,6 @@ def paces(monkeypatch):
     for method in ("look", "sample"):
         monkeypatch.setattr(Bench, method, paced(getattr(Bench, method)))
     return found
-
-
-@pytest.fixture
-def shop(monkeypatch):
-    return Shop(monkeypatch)
 
 
 def raced(plans, required=()):

@@ -43,11 +43,6 @@ def whole(tmp_path_factory):
         return swept(folder, setup(), [FORWARD, HUGE, TRAINING]), folder
 
 
-@pytest.fixture
-def shop(monkeypatch):
-    return Shop(monkeypatch)
-
-
 @pytest.fixture(scope="module")
 def rows(whole):
     return whole[0]
