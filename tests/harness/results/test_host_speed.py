@@ -5,6 +5,7 @@ from statistics import median
 
 import pytest
 from compared import row
+from flat import changed
 
 from attnbench.harness.results.condense import condense, join_sweeps, table_of
 from attnbench.harness.results.host_speed import HostSpeed
@@ -15,15 +16,14 @@ def visited(launches, power, case="a", device=0.001, plan="sdpa-flash:bf16"):
     hosts = [0.1 * (launch / 0.01) ** power for launch in launches]
     scales = [0.01 / launch for launch in launches]
     host = [ms * scale for ms, scale in zip(hosts, scales, strict=True) for _ in range(5)]
-    given = row(case, plan)
-    changes = {
-        "time_ms": {"prepared": [device], "call": [max(device, ms) for ms in host]},
-        "visits": {"call": [5] * len(launches)},
-        "host_ms": host,
-        "host_scale": scales,
-        "launch_ms": list(launches),
-    }
-    return given.model_copy(update={"performance_": given.performance.model_copy(update=changes)})
+    return changed(
+        row(case, plan),
+        time_ms={"prepared": [device], "call": [max(device, ms) for ms in host]},
+        visits={"call": [5] * len(launches)},
+        host_ms=host,
+        host_scale=scales,
+        launch_ms=list(launches),
+    )
 
 
 SLOWS = [0.005, 0.01, 0.02, 0.04]
@@ -50,8 +50,7 @@ def test_a_table_holds_the_part_of_the_host_and_that_of_the_device(device):
 
 def test_the_device_of_passes_that_a_late_host_made_longer_is_that_of_the_others():
     late = visited(SLOWS, 1.0)
-    times = {**late.performance.time_ms, "prepared": [0.001, 0.001, 0.09, 0.09, 0.09]}
-    late = late.model_copy(update={"performance_": late.performance.model_copy(update={"time_ms": times})})
+    late = changed(late, time_ms={**late.time_ms, "prepared": [0.001, 0.001, 0.09, 0.09, 0.09]})
     assert condense([late])[0].device_ms == pytest.approx(0.001)
 
 
@@ -78,10 +77,7 @@ def test_a_row_without_the_hosts_speed_is_as_it_was():
 def hosted(spec, plan="sdpa-flash:bf16"):
     """A row of a call that its host limited, without the host's speed."""
     given = row("old", plan)
-    calls = list(given.time_ms["call"])
-    changes = {"host_ms": calls, "visits": {}}
-    performance = given.performance.model_copy(update=changes)
-    return given.model_copy(update={"performance_": performance, "spec": spec})
+    return changed(given, host_ms=list(given.time_ms["call"]), visits={}, spec=spec)
 
 
 def test_calls_limited_by_an_unknown_host_are_left_out_where_enough_others_are():
@@ -92,17 +88,11 @@ def test_calls_limited_by_an_unknown_host_are_left_out_where_enough_others_are()
     assert (old.spec, old.plan) not in table.entries
     assert (other.spec, other.plan) in table.entries  # of this plan nothing else is known
     assert (old.spec, old.plan) in join_sweeps({"old": [old], "new": watched[:4]}).entries
-    device = row("old", "sdpa-flash:bf16").model_copy(update={"spec": old.spec})
+    device = changed(row("old", "sdpa-flash:bf16"), spec=old.spec)
     assert (old.spec, old.plan) in join_sweeps({"old": [device], "new": watched}).entries
 
 
 def test_what_was_only_predicted_to_be_slower_is_in_no_table():
     given = row("a", "sdpa-flash:bf16")
-    never = given.model_copy(
-        update={
-            "status": "slower",
-            "reason": "predicted",
-            "performance_": given.performance.model_copy(update={"time_ms": {}, "visits": {}, "host_ms": None}),
-        }
-    )
+    never = changed(given, status="slower", reason="predicted", time_ms={}, visits={}, host_ms=None)
     assert condense([never]) == []
