@@ -46,6 +46,7 @@ def test_the_gpu_is_found_by_uuid_whatever_its_number(monkeypatch, uuid):
     [
         (0x001, [], False),
         (0x002, [], True),
+        (0x100, [], True),
         (0x8000, ["unknown"], False),
         (0x08E, ["hardware slowdown", "power brake", "power cap"], True),
         (0x670, ["board limit", "hardware thermal", "reliability", "sync boost", "thermal"], False),

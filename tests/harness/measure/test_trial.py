@@ -29,15 +29,15 @@ HONEST_TRAINING = Plan.parse("wide:bf16>wide:bf16")
 
 
 class Watching(ForwardKernel):
-    """The exact kernel; every prepare is counted, and may act on the query."""
+    """The exact kernel; every prepare is counted, and may act on the values."""
 
-    def __init__(self, act=lambda call, q: None):
+    def __init__(self, act=lambda call, v: None):
         self.name, self.rows, self.declared_error = "watching:bf16", {"cpu": planted.ROW}, 0.06
         self.act, self.calls = act, 0
 
     def prepare(self, inputs, spec):
         self.calls += 1
-        self.act(self.calls, inputs.q)
+        self.act(self.calls, inputs.v)
         return planted.EXACT.prepare(inputs, spec)
 
     def run(self, operands):
@@ -100,7 +100,7 @@ def test_a_result_that_is_no_memory_of_its_own_is_judged_as_it_is(monkeypatch, h
 
 
 def test_a_kernel_that_spoils_its_inputs_is_told_and_harms_no_other(monkeypatch):
-    bench = bench_of(monkeypatch, Watching(lambda call, q: q.mul_(2)))
+    bench = bench_of(monkeypatch, Watching(lambda call, v: v.mul_(2)))
     bench.prepare(WATCHED)
     assert holds_first_family(bench)
     bench.prepare(HONEST)
@@ -120,9 +120,9 @@ def test_a_kernel_that_spoils_its_inputs_is_told_and_harms_no_other(monkeypatch)
 def test_a_plan_that_fails_anywhere_leaves_the_next_what_it_must_find(monkeypatch, after):
     """It fails as it is called for the so-manieth time, whatever the buffers hold then, and spoils them first."""
 
-    def fails(call, q):
+    def fails(call, v):
         if call == after:
-            q.zero_()
+            v.zero_()
             raise RuntimeError("no more")
 
     monkeypatch.setattr(trial, "_HISTORY_SECONDS", 60.0)

@@ -73,6 +73,7 @@ def test_a_rank_without_cases_is_no_missing_part(tmp_path):
     ("first", "second", "said"),
     [
         (row(1), row(1, time_ms={"call": [9.0]}), "measured twice, with another time_ms;"),
+        (row(1), row(1, started=WHEN + timedelta(seconds=1)), "measured twice, with another started;"),
         (row(1), row(1, status="crashed"), "its status is ok, then crashed"),
         (row(1, status="unavailable"), row(1, status="refused"), "its status is unavailable, then refused"),
         (row(1, status="refused"), row(1, status="refused", reason="another"), "it has another reason;"),

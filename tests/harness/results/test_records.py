@@ -83,6 +83,7 @@ def test_no_number_on_what_was_not_measured(status, part):
         {"reason": "none needed"},
         {"status": "inaccurate"},
         {"status": "refused", "reason": ""},
+        {"case": ""},
         {"case": "x" * 201},
         {"time_ms": {"kernel": [1.0]}},
         {"time_ms": {"call": []}},
@@ -180,6 +181,7 @@ def test_a_row_holds_the_lengths_of_a_packed_case_and_none_of_another(tmp_path):
     own = SequenceLengths(layout="packed", q=(9, 1, 9, 5), drawn=drawn)
     row = measurement(**FACTS, **NUMBERS)
     assert "lengths" not in json.loads(row.to_line())
+    assert not {"host_scale", "launch_ms"} & json.loads(row.to_line())["performance"].keys()
     packed = AttentionSpec.make(heads=2, head_dim=16, mask=Mask(right=0), **own.sizes())
     found = row.model_copy(update={"spec": packed, "lengths": own})
     path = tmp_path / "measurements.jsonl"

@@ -13,6 +13,7 @@ from attnbench.harness.cases.case import Case
 from attnbench.harness.measure.bench import Bench
 from attnbench.harness.measure.setup import DeviceSetup
 from attnbench.harness.results.peaks import PEAK_TFLOPS
+from attnbench.harness.results.records import Measurement
 from attnbench.harness.sweep import device_sweep, devices
 from attnbench.harness.sweep.backend_process import BackendProcess
 from attnbench.harness.sweep.device_sweep import DeviceSweep, PhaseStarted, StoppedError
@@ -129,6 +130,7 @@ def test_times_are_given_for_the_host_as_fast_as_it_usually_was(shop, monkeypatc
     assert usual[:4] == [None, 0.02, 0.015, 0.02]
     assert usual[-1] == 0.01
     assert row.performance.host_scale == [0.5] * len(row.performance.visits["call"])
+    assert Measurement.model_validate_json(row.to_line()) == row
 
 
 def test_a_time_that_cannot_be_is_an_error_and_a_possible_one_a_share(shop, monkeypatch):
