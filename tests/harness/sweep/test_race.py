@@ -173,7 +173,7 @@ def test_who_had_no_memory_to_be_judged_and_rejoins_is_timed_again_or_slower(for
     assert enters or set(race.slower()) == {first}
 
 
-@pytest.mark.parametrize("fault", ["conclude", "prove"])
+@pytest.mark.parametrize("fault", ["look", "conclude", "prove"])
 def test_behind_a_winner_that_failed_another_wins(shop, paces, fault):
     paces[EXACT] = 0.1
     shop.breaks(LostError("error", "RuntimeError: no", died=False), fault, EXACT)
