@@ -3,11 +3,13 @@
 import json
 
 import pytest
+import torch
 from command_line import expect
 from planted import in_haste
 
+from attnbench.choosing.selector import choose
 from attnbench.harness.measure.timing import Timer
-from attnbench.harness.results.records import Measurement
+from attnbench.harness.results.records import Measurement, read_measurements
 from attnbench.tables.table import Table
 
 TINY = "- {batch: 1, heads: 1, seqlen_q: 128, head_dim: 128, direction: [forward, training]}\n"
@@ -80,3 +82,21 @@ def test_nothing_measured_is_a_failure_with_its_rows_kept(tiny, tmp_path):
     done = attnbench("--preset", tiny, "--backends", "sdpa-cudnn", "--format", "json", "--out", tmp_path, code=1)
     assert {row["status"] for row in json.loads(done.stdout)} <= {"unavailable", "refused"}
     assert "nothing could be measured" in done.stderr
+
+
+def test_packed_and_padded_cases_are_swept_reported_and_chosen_by(tmp_path, shop):
+    file = tmp_path / "documents.yaml"
+    file.write_text(
+        "- heads: 2\n  head_dim: 64\n  mask: causal\n"
+        "  lengths: {distribution: zipf, longest: 96, total: 200, layout: [packed, left-padded, dense, equal]}\n"
+    )
+    asked = "--preset", file, "--backends", "emulated:fp8-token,sdpa-flash:bf16", "--out", tmp_path / "out"
+    done = attnbench(*asked)
+    rows = list(read_measurements(tmp_path / "out" / "measurements.jsonl"))
+    assert {row.lengths.layout for row in rows} == {"packed", "left-padded", "dense", "equal"}
+    assert {row.status for row in rows} == {"ok"}
+    assert "Beside it, in times its call:" in done.stdout
+    packed = next(row.spec for row in rows if row.lengths.layout == "packed")
+    choice = choose(packed, torch.device("cpu"), fp8=True, table=Table.load(tmp_path / "out" / "table.json"))
+    assert (str(choice.plan.forward), choice.basis) == ("sdpa-flash:bf16", "measured")
+    attnbench(*asked, "--resume")
