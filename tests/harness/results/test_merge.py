@@ -14,6 +14,8 @@ from attnbench.harness.results.condense import condense
 from attnbench.harness.results.merge import merge
 from attnbench.harness.results.records import read_measurements
 from attnbench.harness.results.store import MEASUREMENTS, Store
+from attnbench.harness.sequence_lengths import SequenceLengths
+from attnbench.problem.spec import AttentionSpec
 from attnbench.tables.table import Table
 from examples import examples
 
@@ -100,6 +102,13 @@ def test_a_case_that_is_another_elsewhere(tmp_path, other, said):
     places = [f".*part-000{number}-of-0002, line 1" for number in range(2)]
     sources = parts(tmp_path, [row(0)], [other])
     refused(MisuseError, said.format(places[0]) + places[1], tmp_path / "out", sources, partial=True)
+
+
+def test_a_case_of_sequences_of_other_lengths_elsewhere(tmp_path):
+    drawn = [SequenceLengths(layout="packed", q=q) for q in ((5, 3), (3, 5))]
+    packed = AttentionSpec.make(heads=2, head_dim=16, **drawn[0].sizes())
+    sources = parts(tmp_path, *([row(0, spec=packed, lengths=each)] for each in drawn))
+    refused(MisuseError, "'case 0' have other lengths in .*part-0000.* than in .*part-0001", tmp_path / "out", sources)
 
 
 def test_a_refusal_says_the_same_on_every_node_at_any_time(tmp_path):

@@ -1,5 +1,7 @@
 """Every plan has one row with the right status, faults included, and a sweep goes on where it stopped."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from flat import changed
@@ -190,6 +192,8 @@ def test_resuming_another_question_is_refused(whole, rows):
         swept(whole[1], setup(), [other], resume=True)
     with pytest.raises(MisuseError, match=r"0\.12, not 0\.05"):
         swept(whole[1], setup(max_error=0.05), [FORWARD], resume=True)
+    with pytest.raises(MisuseError, match="of 'forward' on normal, outlier, not normal;"):
+        swept(whole[1], setup(), [replace(FORWARD, families=("normal",))], resume=True)
     assert swept(whole[1], setup(), [FORWARD], resume=True) == rows
 
 
