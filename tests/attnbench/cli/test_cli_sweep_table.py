@@ -24,7 +24,7 @@ sweep_command = import_module("attnbench.cli.sweep")
 def sweep(tmp_path, monkeypatch):
     """The end of a sweep that measures ``ROWS``; (whether something was measured, what was said before that)."""
 
-    def run(*, update=True, meanwhile=lambda: None):
+    def run(*, update=True, meanwhile=lambda: None, stop=None):
         said_before = []
 
         def measures(tasks, setups, store):
@@ -32,6 +32,8 @@ def sweep(tmp_path, monkeypatch):
             meanwhile()
             for row in ROWS:
                 store.append(row)
+                if stop is not None:
+                    raise stop
                 yield row
 
         monkeypatch.setattr("attnbench.harness.sweep.run.run_sweep", measures)
@@ -100,6 +102,14 @@ def test_no_table_leaves_the_user_s_table_as_it_was(sweep, capsys):
     before = path.read_bytes()
     assert sweep(update=False)
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), OutputError("no room")], ids=["interrupted", "full disk"])
+def test_a_sweep_that_is_stopped_writes_no_table(sweep, tmp_path, stop):
+    with pytest.raises(type(stop)):
+        sweep(stop=stop)
+    assert not (tmp_path / "a sweep" / "table.json").exists()
+    assert not user_table_path(HERE).exists()
 
 
 def test_the_table_is_updated_although_nobody_reads_what_is_printed(sweep, monkeypatch):

@@ -9,6 +9,7 @@ import stat
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -68,6 +69,16 @@ def test_a_block_that_raises_leaves_the_old_file_alone(tmp_path):
     with pytest.raises(KeyboardInterrupt), draft:
         raise KeyboardInterrupt
     assert (path.read_text(), os.listdir(tmp_path)) == ("old", ["file"])
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "stopped"])
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_step_that_fails_leaves_the_old_file_alone(tmp_path, monkeypatch, call, error):
+    (tmp_path / "file").write_text("old")
+    monkeypatch.setattr(os, call, Mock(side_effect=error))
+    with pytest.raises(OutputError if isinstance(error, OSError) else KeyboardInterrupt):
+        replace_file(tmp_path / "file", b"new")
+    assert ((tmp_path / "file").read_text(), os.listdir(tmp_path)) == ("old", ["file"])
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077])

@@ -103,12 +103,6 @@ def test_each_pass_is_scaled_by_the_rate_of_its_own_precision():
     assert (mixed - exact) / (narrow - exact) == pytest.approx(1 / 6, rel=0.02)
 
 
-@given(CALLS, RATES)
-def test_equal_rates_change_nothing(call, rates):
-    at, plan, time = call
-    assert scaled_ms(plan, at, time, 0.0, rates, rates) == pytest.approx(time, rel=1e-12)
-
-
 @given(CALLS, RATES, RATES, st.sampled_from(["tflops", "bandwidth", "clock"]), st.floats(1, 9))
 def test_a_faster_gpu_is_never_slower(call, source, target, what, factor):
     at, plan, time = call

@@ -62,16 +62,6 @@ def test_the_file_is_the_same_whatever_the_order(tmp_path_factory, apart, togeth
     assert (folder / "a").read_bytes() == (folder / "b").read_bytes()
 
 
-def test_a_plan_is_a_line_and_a_new_time_changes_no_other(tmp_path):
-    other = AttentionSpec.make(batch=2, heads=4, seqlen_q=1024, head_dim=64)
-    before = [one(), one("b:fp8", 2.0), one("a:bf16", spec=other)]
-    Table.from_entries(an_environment(), before).save(tmp_path / "a")
-    Table.from_entries(an_environment(), [one(), one("b:fp8", 3.0), before[2]]).save(tmp_path / "b")
-    lines = [(tmp_path / name).read_text().splitlines() for name in "ab"]
-    changed = [pair for pair in zip(*lines, strict=True) if pair[0] != pair[1]]
-    assert [before.replace("2.0", "3.0") == after for before, after in changed] == [True]
-
-
 @given(st.floats(0, allow_nan=False))
 @example(0.12)
 @example(0.12000000000000001)
@@ -212,12 +202,10 @@ def where(**change) -> dict:
         (where(backends={"\x1b[2J": 3}), r"environment.backends. \[2J: .*string"),
         ({**good(), "launch_ms": 0}, "launch_ms: .*greater"),
         ({**good(), "launch_ms": 1e3}, "launch_ms: .*less"),
-        (where(threads=10**17), "environment.threads: .*less than"),
         ({**good(), "specs": [3]}, r"specs\.0: .*object"),
         ({**good(), "specs": [{}]}, r"specs\.0\.spec: Field required"),
         ({**good(), "specs": good()["specs"] * 2}, "each spec once.* twice"),
         (good(time_ms=-1), r"specs\.0\.plans\.a:bf16\.time_ms: .*greater"),
-        (good(time_ms=True), "time_ms: .*number"),
         (good(time_ms="1"), "time_ms: .*number"),
         (good(errors={"normal": None}), "errors.normal: .*number"),
         (good(errors=7), "errors: .*object"),
@@ -229,14 +217,9 @@ def where(**change) -> dict:
         (good(more=1), "more: Extra"),
         (named("a"), "kernel name"),
         (named("a:" + "b" * 200), "200 characters"),
-        (asked(batch=True), "batch"),
-        (asked(seqlen_kv=2**31), "seqlen_kv"),
-        (asked(heads=3, kv_heads=2), "multiple"),
         (asked(mask=[]), "must be a mapping, not list"),
         (asked(mask={"left": -1}), "left"),
         (asked(mask={"\x1b[2J" + "x" * 2000: 1}), "unexpected keyword"),
-        (asked(return_lse=1), "return_lse"),
-        (asked(descale={}), "descale"),
     ],
 )
 def test_what_is_no_table_is_one_named_error(tmp_path, data, words):
@@ -317,31 +300,11 @@ def test_a_file_that_is_changed_while_it_is_read_is_not_believed(tmp_path, monke
         Table.load(path)
 
 
-def test_a_table_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
-    with pytest.raises(OutputError):
-        Table.from_entries(an_environment(), [one()]).save("/proc/nowhere/table.json")
-    folder = tmp_path / "a file"
-    folder.write_text("")
-    with pytest.raises(OutputError):
-        Table.from_entries(an_environment(), [one()]).save(folder / "table.json")
+def test_a_table_that_nobody_would_read_again_is_not_written(tmp_path):
     path = tmp_path / "tables" / "table.json"
     Table.from_entries(an_environment(), [one()]).save(path)
     before = path.read_bytes()
     many = [one(spec=SPEC.replace(batch=batch), reason="x" * 2000) for batch in range(1, 4100)]
     with pytest.raises(OutputError, match="at most"):
         Table.from_entries(an_environment(), many).save(path)
-    for call in ("fsync", "replace"):
-        for error in (OSError(28, "No space left on device"), KeyboardInterrupt()):
-            with monkeypatch.context() as patch:
-                patch.setattr(f"attnbench.tables.files.os.{call}", raising(error))
-                with pytest.raises(OutputError if isinstance(error, OSError) else KeyboardInterrupt):
-                    Table.from_entries(an_environment(), [one(time=2.0)]).save(path)
-            assert path.read_bytes() == before
-            assert os.listdir(path.parent) == ["table.json"]
-
-
-def raising(error: BaseException):
-    def call(*_):
-        raise error
-
-    return call
+    assert path.read_bytes() == before

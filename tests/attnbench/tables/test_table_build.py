@@ -2,12 +2,9 @@
 
 import re
 import shlex
-from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
-from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,10 +14,9 @@ from flat import measurement
 from places import ROOT
 
 from attnbench import AttentionSpec
-from attnbench.errors import AttnbenchError, MisuseError, OutputError
+from attnbench.errors import AttnbenchError, MisuseError
 from attnbench.harness.results.condense import join_sweeps
 from attnbench.harness.results.records import Measurement
-from attnbench.harness.results.store import Store
 from attnbench.kernels.registry import registry
 from attnbench.state import forget
 from attnbench.tables.environment import Environment
@@ -29,14 +25,13 @@ from attnbench.tables.table import Table
 from attnbench.tables.user_table import known_tables, user_table_path
 
 SHIPPED = sorted((ROOT / "attnbench" / "tables").glob("*.json"))
-sweep_command = import_module("attnbench.cli.sweep")
 COMMANDS = re.findall(
     r"^attnbench (table build|submit) (.+) -o (attnbench/tables/\S+)$",
     (ROOT / "docs" / "tables.md").read_text(),
     re.MULTILINE,
 )
 SPEC = AttentionSpec.make(batch=1, heads=4, seqlen_q=1024, head_dim=64)
-HERE = an_environment()
+HERE = an_environment(power_cap_w=700, origins={"fast": "a wheel"})
 BEGAN = datetime(2026, 1, 1, tzinfo=timezone.utc)
 
 
@@ -69,6 +64,8 @@ def test_of_several_sweeps_the_newest_row_counts_whatever_their_order():
         ({"device_name": "NVIDIA H100"}, "device_name was A CPU, is NVIDIA H100"),
         ({"torch": "2.9.1"}, "torch was 2.9.0, is 2.9.1"),
         ({"backends": {"fast": "1.1"}}, "the backend fast was 1.0, is 1.1"),
+        ({"origins": {"fast": "a build"}}, "the backend fast came from a wheel, comes from a build"),
+        ({"power_cap_w": 500}, "power_cap_w was 700, is 500"),
     ],
 )
 def test_sweeps_that_must_not_be_mixed_are_refused_with_the_reason(changes, said):
@@ -78,9 +75,11 @@ def test_sweeps_that_must_not_be_mixed_are_refused_with_the_reason(changes, said
         join_sweeps({"one": [row(), row(environment=replace(HERE, **changes))]})
 
 
-def test_nothing_is_misuse():
-    with pytest.raises(MisuseError, match="one and two holds no measurement"):
-        join_sweeps({"one": [], "two": []})
+def test_a_power_cap_and_an_origin_bind_only_where_both_know_theirs():
+    unknown = replace(HERE, power_cap_w=None, origins={})
+    assert times(join_sweeps({"one": [row()], "two": [row(hours=1, call=2.0, environment=unknown)]})) == {
+        "fast:bf16": 2.0
+    }
 
 
 # --- the command ---
@@ -109,22 +108,6 @@ def test_the_command_takes_folders_and_files_and_says_what_it_wrote(tmp_path, ca
     with pytest.raises(AttnbenchError, match="must not be mixed"):
         build(one, folder(tmp_path / "three", row(environment=replace(HERE, torch="9.9"))), "-o", tmp_path / "no.json")
     assert not (tmp_path / "no.json").exists()
-
-
-@pytest.mark.parametrize("stop", [KeyboardInterrupt(), OutputError("no room"), None])
-def test_only_a_sweep_that_ends_writes_tables(stop, monkeypatch, tmp_path, capsys):
-    def run_sweep(tasks, setups, store):
-        store.append(row())
-        if stop is not None:
-            raise stop
-        yield store.rows[0]
-
-    monkeypatch.setattr("attnbench.harness.sweep.run.run_sweep", run_sweep)
-    monkeypatch.setattr("attnbench.harness.sweep.progress.show_progress", lambda events, console, verbose: events)
-    with Store(tmp_path / "out", HERE) as store, pytest.raises(type(stop)) if stop else nullcontext():
-        sweep_command._measure([], [SimpleNamespace(environment=HERE)], store, "json", update=True, verbose=False)
-    written = (tmp_path / "out" / "table.json").exists(), user_table_path(HERE).exists()
-    assert written == ((True, True) if stop is None else (False, False))
 
 
 # --- the shipped tables ---
