@@ -18,7 +18,7 @@ from attnbench.choosing.similarity import of_one_length
 from attnbench.problem.lengths_kind import LengthsKind
 from attnbench.tables.table import Entry
 
-PLAN, OTHER = Plan("fast:bf16"), Plan("slow:bf16")
+PLAN = Plan("fast:bf16")
 CAUSAL = Mask(right=0)
 
 
@@ -123,14 +123,6 @@ def fitted(monkeypatch) -> list[int]:
     return found
 
 
-def test_a_huge_table_costs_no_more_than_its_nearest_entries(fitted):
-    many = [
-        entry(spec(length, batch), law(spec(length, batch))) for length in range(64, 1664, 8) for batch in range(1, 16)
-    ]
-    assert CostModel(many).predict(PLAN, spec(1000, 4)).time_ms == pytest.approx(law(spec(1000, 4)), rel=0.01)
-    assert fitted == [256]
-
-
 def test_keys_that_grow_one_by_one_ask_a_huge_table_for_few_fits_in_any_order(fitted):
     many = [entry(spec(length, batch), law(spec(length, batch))) for length in range(64, 1664, 8) for batch in (1, 4)]
     lengths = list(range(700, 800))
@@ -141,6 +133,7 @@ def test_keys_that_grow_one_by_one_ask_a_huge_table_for_few_fits_in_any_order(fi
     assert forwards == backwards
     assert len(set(forwards.values())) == len(lengths)
     assert len(fitted) <= 4
+    assert set(fitted) == {256}  # the nearest of the 400
 
 
 def test_threads_that_crowd_one_another_out_are_all_answered(monkeypatch):

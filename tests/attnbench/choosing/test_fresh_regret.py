@@ -114,10 +114,12 @@ def test_what_the_table_knows_of_the_very_shape_is_forgotten():
 
 def test_a_choice_beyond_its_budget_is_no_success_however_fast():
     """far:fp8 was seen at 0.06 and is 0.5 off at the fresh shapes."""
-    found = [each for each in scores(truth(LAWS | {"far:fp8": (0.3, 0.1, 0.5)})) if each.plan == Plan.parse("far:fp8")]
+    wild = truth(LAWS | {"far:fp8": (0.3, 0.1, 0.5)})
+    found = [each for each in scores(wild) if each.plan == Plan.parse("far:fp8")]
     assert found
     assert all(each.violated for each in found)
     assert not any(each.passes for each in summary_of(found))
+    assert any(each.violations for each in summary_of(scores(scattering(["far:fp8"], wild))))  # scatter hides none
 
 
 def test_shapes_of_a_type_that_no_table_knows_are_chosen_by_a_rule_and_counted():
@@ -154,11 +156,6 @@ def test_times_that_scatter_hide_a_regret_and_do_not_count(hidden):
     (clean,) = summary_of(found)
     assert (clean.choices, clean.unsteady) == (1, 1)
     assert clean.worst < 1
-
-
-def test_scatter_hides_no_choice_beyond_its_budget():
-    beyond = scattering(["far:fp8"], truth(LAWS | {"far:fp8": (0.3, 0.1, 0.5)}))
-    assert any(each.violations for each in summary_of(scores(beyond)))
 
 
 check = partial(attnbench, "table", "check")

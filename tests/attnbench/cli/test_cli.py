@@ -1,4 +1,4 @@
-"""What the commands answer: help, the backends that are here, explanations and the doctor's findings."""
+"""What the commands answer: the backends that are here, explanations, tables and the doctor's findings."""
 
 import json
 import os
@@ -8,20 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import SHAPE, attnbench, process
+from merged import part, row
 
-from attnbench import AttentionSpec, __version__, explain
+from attnbench import AttentionSpec, Plan, explain
 from attnbench.cli.explain import _sizes as sizes_of
 from attnbench.errors import InputError
 from attnbench.kernels.capabilities import Device
 from attnbench.kernels.registry import registry
+from attnbench.tables.environment import Environment
 
 CPU = Device("cpu", "CPU")
-
-
-def test_version_is_the_package_s() -> None:
-    run = attnbench("--version")
-    assert run.returncode == 0
-    assert run.stdout == f"attnbench {__version__}\n"
 
 
 def test_backends_lists_every_backend_with_a_reason_or_kernels() -> None:
@@ -102,3 +98,46 @@ def test_doctor_without_a_working_torch_says_so_and_fails(tmp_path: Path) -> Non
     assert run.stdout.splitlines()[-1].startswith("verdict: nothing can run here")
     assert "pip install torch" in run.stdout
     assert run.stderr == ""
+
+
+# --- tables ---
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """What a sweep of one tiny case has left here."""
+    here = Environment.detect(torch.device("cpu"), registry())
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=32, head_dim=16, dtype="fp32")
+    facts = {"spec": spec, "environment": here, "error": {"normal": {"out": 1e-6, "lse": 0.0}}}
+    plans = [Plan(f"{backend}:fp32") for backend in ("reference", "sdpa-math")]
+    return part(tmp_path / "out", [row(0, plan, **facts) for plan in plans])
+
+
+def test_table_build_feeds_auto_and_show_prints_it(results: Path, own_cache: Path) -> None:
+    built = attnbench("table", "build", results)
+    assert built.returncode == 0, built.stderr
+    assert list(own_cache.rglob("*.json"))
+    shown = attnbench("table", "show", "--device", "cpu")
+    assert shown.returncode == 0, shown.stderr
+    assert "reference:fp32" in shown.stdout
+    assert re.search(r"normal \d", shown.stdout)
+    choice = attnbench(
+        "explain", "--heads", 2, "--seqlen", 32, "--head-dim", 16, "--dtype", "fp32", "--device", "cpu",
+        "--format", "json",
+    )  # fmt: skip
+    assert json.loads(choice.stdout)["basis"] == "measured"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(None, "nothing was measured"), ("{", "cannot be used"), ("whole", "entries measured on")]
+)
+def test_doctor_says_what_tables_there_are(results: Path, own_cache: Path, content: str | None, said: str) -> None:
+    if content is not None:
+        attnbench("table", "build", str(results))
+        (table,) = own_cache.rglob("*.json")
+        if content != "whole":
+            table.write_text(content)
+    report = json.loads(attnbench("doctor", "--format", "json").stdout)
+    (found,) = [row for row in report["findings"] if row["name"] == "table"]
+    assert said in found["detail"]
+    assert found["status"] == ("ok" if content == "whole" else "missing")

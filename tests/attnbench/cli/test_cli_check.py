@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from command_line import expect, named
 
 from attnbench.kernels.registry import Registry, registry
@@ -38,6 +39,8 @@ def test_a_bad_kernel_exits_1_and_says_which_check_failed(tmp_path: Path) -> Non
     written = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert "| out | **failed** |" in written
     assert "seed=3" in written
+    assert f"| torch | {torch.__version__.partition('+')[0]} |" in written
+    assert "<br>smallest spec: `b" in written
 
 
 def test_an_unknown_backend_is_misuse() -> None:

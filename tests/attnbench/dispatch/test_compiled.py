@@ -11,7 +11,6 @@ from torch import Tensor
 from attnbench import api, attention, use_backend
 from attnbench.dispatch import memory
 from attnbench.errors import AttnbenchError, InputError
-from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Operands, Result, Saved
 from examples import every_pair
 
 PLANS = ["auto", "reference:fp32", "reference:fp64", "sdpa-math", "sdpa-flash", "emulated:fp8"]
@@ -140,18 +139,6 @@ def test_context_and_environment_are_noticed(monkeypatch):
     assert torch.equal(seen[0], answers["variable"])
 
 
-def test_a_budget_with_the_tensors_own_dtype_keeps_fp8_closed(monkeypatch):
-    asked = []
-    original = memory.decide
-    monkeypatch.setattr(memory, "decide", lambda *asks: asked.append(original(*asks)) or asked[-1])
-    x = tensors(sq=10)
-    for dtype in ("bf16", torch.bfloat16, "fp8", None):
-        compiled(attention)(*x, max_error=0.25, dtype=dtype)
-    closed = [any(each.verdict == "not asked for" for each in choice.candidates) for choice in asked]
-    assert closed == [True, False]  # two questions: the names of one dtype are one, and a budget opens as "fp8" does
-    assert all(choice.budget == 0.25 for choice in asked)
-
-
 def test_tasks_with_contexts_of_their_own_are_refused_not_answered_wrongly():
     x = tensors()
     function = compiled(lambda *x: attention(*x))
@@ -186,44 +173,6 @@ def test_a_backward_follows_its_forward_whatever_is_asked_for_in_between(monkeyp
         monkeypatch.setattr(memory, "decide", lambda *asks: pytest.fail("tables may have changed since"))
         found = torch.autograd.grad(out, x, grad_out)
     assert same([out, *found], expected)
-
-
-class Stateful(ForwardKernel):
-    """A reference that hands its backward a state that is no tensor, as FlexAttention's recorded graph."""
-
-    name, declared_error = "reference:stateful", 1e-5
-
-    def __init__(self, inner: ForwardKernel) -> None:
-        self.inner, self.rows, self.runs = inner, inner.rows, 0
-
-    def prepare(self, inputs, spec) -> Operands:
-        return self.inner.prepare(inputs, spec)
-
-    def run(self, operands) -> Result:
-        self.runs += 1
-        return self.inner.run(operands)._replace(state=object())
-
-
-class Follower(BackwardKernel):
-    name, declared_error, follows = "reference:stateful", 1e-5, ("reference:stateful",)
-
-    def __init__(self, inner: BackwardKernel) -> None:
-        self.inner, self.rows = inner, inner.rows
-
-    def run(self, saved: Saved, grad_out):
-        assert saved.state is not None
-        return self.inner.run(saved, grad_out)
-
-
-def test_a_state_that_no_operator_can_return_is_made_again(monkeypatch):
-    known = memory.registry()
-    forward, backward = Stateful(known.forward("reference:fp32")), Follower(known.backward("reference:fp32"))
-    monkeypatch.setitem(known._forwards, forward.name, forward)
-    monkeypatch.setitem(known._backwards, backward.name, backward)
-    x = tensors(sq=8, grad=True)
-    found = step(compiled(attention), x, backend="reference:stateful>reference:stateful")
-    assert forward.runs == 2
-    assert same(found, step(attention, x, backend="reference:fp32>reference:fp32"))
 
 
 def test_twice_is_refused_and_errors_keep_their_words():

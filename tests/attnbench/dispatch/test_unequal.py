@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,11 +10,12 @@ import torch
 from dense import dense_attention, dense_gradients, relative_l2
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packed import Documents, documents
 from problems import masks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attnbench import AttentionSpec, Mask, attention, explain, guard, state
+from attnbench import AttentionSpec, attention, explain, guard, state
 from attnbench.dispatch.memory import executions
 from attnbench.errors import BreachWarning, InputError
 from attnbench.kernels.capabilities import Device
@@ -26,113 +26,51 @@ from examples import examples
 INT = torch.int32
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Sequences of (queries, keys), and what they share."""
-
-    lengths: tuple[tuple[int, int], ...]
-    mask: Mask
-    softcap: float
-    seed: int
-
-    def spec(self, queries: int, keys: int) -> AttentionSpec:
-        return AttentionSpec.make(
-            batch=1, heads=4, kv_heads=2, seqlen_q=queries, seqlen_kv=keys, head_dim=8, head_dim_v=6, dtype="fp64",
-            mask=self.mask, softcap=self.softcap,
-        )  # fmt: skip
-
-    @property
-    def named(self) -> dict[str, Any]:
-        mask = self.mask
-        return {
-            "window": (mask.left, mask.right), "causal_alignment": mask.alignment, "softcap": self.softcap,
-            "return_lse": True,
-        }  # fmt: skip
-
-    def tensors(self) -> list[tuple[Tensor, ...]]:
-        """q, k, v and grad_out of each sequence, (1, H, S, D)."""
-        random = torch.Generator().manual_seed(self.seed)
-
-        def normal(heads: int, length: int, size: int) -> Tensor:
-            return torch.randn(1, heads, length, size, generator=random, dtype=torch.float64)
-
-        return [(normal(4, a, 8), normal(2, b, 8), normal(2, b, 6), normal(4, a, 6)) for a, b in self.lengths]
-
-    def exact(self) -> list[tuple[Tensor, ...]]:
-        """out, lse, dq, dk, dv of each sequence alone."""
-        found = []
-        for (queries, keys), (q, k, v, do) in zip(self.lengths, self.tensors(), strict=True):
-            if not (queries and keys):
-                zeros = (torch.zeros_like(x) for x in (q, k, v))
-                found.append((torch.zeros_like(do), do.new_full(do.shape[:3], -torch.inf), *zeros))
-                continue
-            spec = self.spec(queries, keys)
-            found.append((*dense_attention(q, k, v, spec), *dense_gradients(q, k, v, do, spec)))
-        return found
-
-
-@st.composite
-def batches(draw: st.DrawFn) -> Batch:
-    pairs = draw(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=5))
-    if not any(a for a, _ in pairs) or not any(b for _, b in pairs):
-        pairs.append((1, 1))
-    return Batch(tuple(pairs), draw(masks()), draw(st.sampled_from([0.0, 2.0])), draw(st.integers(0, 99)))
-
-
 def starts(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths], dtype=INT).cumsum(0, dtype=INT)
 
 
-def close(found: Tensor, exact: Tensor, allowed: float) -> bool:
-    return bool((found.double() - exact).norm() <= allowed * max(1.0, exact.norm().item()))
+def exact(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, ...]:
+    """out, lse, dq, dk, dv of one sequence alone, (1, H, S, D)."""
+    if not (q.shape[2] and k.shape[2]):
+        zeros = (torch.zeros_like(x) for x in (q, k, v))
+        return torch.zeros_like(do), do.new_full(do.shape[:3], -torch.inf), *zeros
+    return *dense_attention(q, k, v, spec), *dense_gradients(q, k, v, do, spec)
 
 
-@settings(max_examples=examples(25, 150), deadline=None)
-@given(batches())
-def test_packed_sequences_are_each_what_they_are_alone(batch: Batch) -> None:
-    parts = [torch.cat([x[0].transpose(0, 1) for x in each]) for each in zip(*batch.tensors(), strict=True)]
-    q, k, v = (x.requires_grad_() for x in parts[:3])
-    lengths = {"cu_seqlens_q": starts([a for a, _ in batch.lengths])}
-    lengths["cu_seqlens_kv"] = starts([b for _, b in batch.lengths])
-    out, lse = attention(q, k, v, layout="thd", **lengths, **batch.named)
-    found = [out, lse.mT, *torch.autograd.grad(out, (q, k, v), parts[3])]
-    for name, value, exact in zip(
-        ("out", "lse", "dq", "dk", "dv"), found, zip(*batch.exact(), strict=True), strict=True
-    ):
-        whole = torch.cat([x[0].transpose(0, 1) for x in exact])
-        hidden = whole == -torch.inf
-        assert torch.equal(value == -torch.inf, hidden), name
-        assert close(value.masked_fill(hidden, 0), whole.masked_fill(hidden, 0), 1e-11), name
+BATCHES = documents(9, masks(), heads=(4, 2), head_dim=8, head_dim_v=6, softcap=st.sampled_from([0.0, 2.0]),
+                    padding=st.sampled_from([None, "left", "right"]))  # fmt: skip
 
 
-@settings(max_examples=examples(25, 150), deadline=None)
-@given(batches(), st.sampled_from(["left", "right"]), st.sampled_from(["bhsd", "bshd"]))
-def test_padded_rows_read_nothing_of_their_padding(batch: Batch, side: str, layout: str) -> None:
-    def rows(parts: list[Tensor], length: int, filling: float) -> Tensor:
-        whole = parts[0].new_full((len(parts), parts[0].shape[1], length, *parts[0].shape[3:]), filling)
-        for row, x in enumerate(parts):
-            size = x.shape[2]
-            whole[row, :, slice(length - size, length) if side == "left" else slice(0, size)] = x[0]
-        return whole if layout == "bhsd" or whole.ndim == 3 else whole.transpose(1, 2)
+@settings(max_examples=examples(50, 300), deadline=None)
+@given(BATCHES, st.sampled_from(["bhsd", "bshd"]))
+def test_sequences_are_each_what_they_are_alone(batch: Documents, layout: str) -> None:
+    """Padding holds NaN, which nothing reads."""
+    layout = "thd" if batch.padding is None else layout
 
-    longest = [max(1, *sizes) + 2 for sizes in zip(*batch.lengths, strict=True)]
-    sizes = (longest[0], longest[1], longest[1], longest[0])
-    parts = [list(each) for each in zip(*batch.tensors(), strict=True)]
-    q, k, v, do = (rows(x, size, torch.nan) for x, size in zip(parts, sizes, strict=True))
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    lengths = {
-        name: torch.tensor([pair[at] for pair in batch.lengths], dtype=INT)
-        for at, name in enumerate(("q_lengths", "kv_lengths"))
-    }
-    out, lse = attention(*leaves, layout=layout, padding_side=side, **lengths, **batch.named)
-    found = [out, lse, *torch.autograd.grad(out, leaves, do)]
-    exact = [list(each) for each in zip(*batch.exact(), strict=True)]
-    for at, (value, parts_, size) in enumerate(zip(found, exact, (longest[0], *sizes), strict=False)):
-        size = longest[0] if at < 3 else longest[1]
-        whole = rows(parts_, size, -torch.inf if at == 1 else 0.0)
-        hidden = whole == -torch.inf
-        assert torch.equal(value == -torch.inf, hidden)
-        assert close(value.masked_fill(hidden, 0), whole.masked_fill(hidden, 0), 1e-11)
+    def laid_out(x: Tensor) -> Tensor:
+        return x[0].transpose(0, 1) if layout == "thd" else x.transpose(1, 2) if layout == "bshd" else x
+
+    def back(x: Tensor) -> Tensor:
+        return x.transpose(0, 1)[None] if layout == "thd" else x.transpose(1, 2) if layout == "bshd" else x
+
+    parts = [[x.double() for x in each] for each in batch.parts()]
+    (*inputs, do), lengths, _ = batch.together(parts)
+    q, k, v = (laid_out(x).requires_grad_() for x in inputs)
+    if layout == "thd":
+        named: dict[str, Any] = {"cu_seqlens_q": lengths.q, "cu_seqlens_kv": lengths.kv}
+    else:
+        named = {"q_lengths": lengths.q, "kv_lengths": lengths.kv, "padding_side": batch.padding}
+    named |= {"window": (batch.mask.left, batch.mask.right), "causal_alignment": batch.mask.alignment}
+    out, lse = attention(q, k, v, layout=layout, softcap=batch.softcap, return_lse=True, **named)
+    gradients = torch.autograd.grad(out, (q, k, v), laid_out(do))
+    whole = back(out), lse[None] if layout == "thd" else lse, *map(back, gradients)
+    for (queries, keys), given_, found in zip(batch.lengths, parts, batch.apart(whole), strict=True):
+        for one, other in zip(found, exact(batch.make(queries, keys), *given_), strict=True):
+            hidden = other == -torch.inf
+            assert torch.equal(one == -torch.inf, hidden)
+            size = other.masked_fill(hidden, 0).norm()
+            assert (one - other).masked_fill(hidden, 0).norm() <= 1e-11 * max(1.0, size)
 
 
 LENGTHS = [5, 0, 1, 130, 17]
@@ -237,19 +175,6 @@ def test_lengths_that_do_not_fit_are_named_and_none_is_ignored(x: Tensor, named:
     for ask in (attention, explain):
         with pytest.raises(InputError, match=said):
             ask(x, x, x, **named)
-
-
-def test_thousands_of_sequences_most_of_one_token_or_none() -> None:
-    lengths = [1] * 2000 + [500] + [0] * 2094 + [1]
-    q = torch.randn(sum(lengths), 1, 8, generator=torch.Generator().manual_seed(0))
-    out = attention(q, q, q, layout="thd", cu_seqlens_q=starts(lengths), is_causal=True, backend="reference")
-    assert isinstance(out, Tensor)
-    assert torch.equal(out[:2000], q[:2000])
-    assert torch.equal(out[-1], q[-1])
-    long = q[2000:2500].transpose(0, 1)[None]
-    wanted = attention(long, long, long, is_causal=True, backend="reference")
-    assert isinstance(wanted, Tensor)
-    assert torch.equal(out[2000:2500], wanted[0].transpose(0, 1))
 
 
 def test_k_and_v_of_different_lengths_are_refused_after_a_choice_is_remembered() -> None:

@@ -1,8 +1,8 @@
 """What replaces a file: whole or not at all, whatever stops it, and everything that a user keeps is written by it."""
 
-import ast
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import stat
@@ -71,7 +71,9 @@ def test_a_block_that_raises_leaves_the_old_file_alone(tmp_path):
     assert (path.read_text(), os.listdir(tmp_path)) == ("old", ["file"])
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "stopped"])
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "stopped"]
+)
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_a_step_that_fails_leaves_the_old_file_alone(tmp_path, monkeypatch, call, error):
     (tmp_path / "file").write_text("old")
@@ -201,45 +203,19 @@ def test_the_tensors_of_a_breach_are_whole_or_not_there(tmp_path):
 
 # Whole folders are moved at once by merge and checkpoint; a store only appends.
 OWN = {
-    "attnbench/files/atomic.py": {"replace"},
-    "attnbench/guarding/breach_file.py": {"save_file"},
-    "harness/capture/file.py": {"save_file"},
-    "harness/results/merge.py": {"rename"},
-    "harness/training/run/checkpoint.py": {"replace", "save_file"},
-    "harness/results/store.py": {"open"},
-    "attnbench/cli/streams.py": {"open"},
-}
-BY_NAME = {"write_text", "write_bytes", "save_file", "mkstemp", "NamedTemporaryFile"}
-
-
-def writes(source: str) -> set[str]:
-    """The calls that create or replace files, by their last name."""
-    found = set()
-    for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.Call):
-            continue
-        called = node.func
-        name = called.attr if isinstance(called, ast.Attribute) else called.id if isinstance(called, ast.Name) else ""
-        texts = [each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
-        opens = name in ("open", "fdopen") and any(set(text) & set("wax+") and len(text) <= 3 for text in texts)
-        modes = name == "open" and any(isinstance(each, ast.Name) and each.id == "mode" for each in node.args)
-        on_os = isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name) and called.value.id == "os"
-        moves = name in ("replace", "rename") and (on_os or (len(node.args) == 1 and not node.keywords))
-        draws = name == "savefig" and all(each.arg != "format" for each in node.keywords)
-        if opens or modes or moves or draws or name in BY_NAME:
-            found.add(name)
-    return found
+    "attnbench/files/atomic.py", "attnbench/guarding/breach_file.py", "harness/capture/file.py",
+    "harness/results/merge.py", "harness/training/run/checkpoint.py", "harness/results/store.py",
+    "attnbench/cli/streams.py",
+}  # fmt: skip
+WRITES = re.compile(
+    r"\b(write_text|write_bytes|save_file|mkstemp|NamedTemporaryFile)\(|\bos\.(replace|rename)\(|\.(replace|rename)\([\w.]+\)"
+    r"|open\([^()]*\bmode\b|open\([^()]*\"[rbt]*[wax+]+[rbt+]*\"|savefig\((?!.*format=)"
+)
 
 
 def test_no_other_place_writes_files():
-    found = {}
-    for folder in ("attnbench", "harness", "backends"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            if names := writes(path.read_text(encoding="utf-8")):
-                found[str(path.relative_to(ROOT))] = names
-    assert found == OWN
-    calls = ("a.write_text('')", "open(a, 'wb')", "os.replace(a, b)", "a.rename(b)", "mkstemp()", "a.savefig('x')")
-    assert [len(writes(call)) for call in calls] == [1] * len(calls)
+    sources = (path for folder in ("attnbench", "harness", "backends") for path in (ROOT / folder).rglob("*.py"))
+    assert {str(path.relative_to(ROOT)) for path in sources if WRITES.search(path.read_text(encoding="utf-8"))} == OWN
 
 
 def test_a_report_of_results_on_a_full_disk_leaves_the_page_that_was_there(tmp_path):

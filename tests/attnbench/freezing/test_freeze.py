@@ -2,6 +2,7 @@
 
 import tempfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from frozen_fakes import CPU, ENTRIES, SPECS, install, kernels, plans, rewritten, spec, table
@@ -18,6 +19,7 @@ from attnbench.errors import (
     NoPlanError,
     RefusedError,
 )
+from attnbench.freezing import file as frozen_file
 from attnbench.tables.user_table import Known
 
 # --- record and repeat ---
@@ -112,3 +114,33 @@ def test_a_file_that_is_not_there_is_recorded_or_an_error(path, missing):
     with freeze(path):
         assert not path.exists()
     assert not path.exists()  # nothing was asked
+
+
+# --- what others write meanwhile ---
+
+
+def test_a_run_that_is_alone_reads_and_spells_no_choice_again(fakes, path, monkeypatch):
+    """A growing cache of keys asks thousands of questions, and each writes the file."""
+    read, spelt = Mock(wraps=frozen_file.read_text), Mock(wraps=frozen_file.short_fields)
+    monkeypatch.setattr(frozen_file, "read_text", read)
+    monkeypatch.setattr(frozen_file, "short_fields", spelt)
+    frozen_file._ordered.cache_clear()
+    with freeze(path):
+        for length in range(1, 21):
+            choose(spec(seqlen_q=length), CPU)
+        assert read.call_count <= 3
+        assert spelt.call_count == 20 == len(plans(path))
+        rewritten(path, "slow", "fast")
+        reads = read.call_count
+        choose(spec(seqlen_q=21), CPU)
+        assert read.call_count > reads  # what others write is seen
+
+
+def test_a_file_that_is_damaged_meanwhile_is_an_error_and_not_overwritten(fakes, path):
+    with freeze(path):
+        choose(spec(), CPU)
+        path.write_text(path.read_text()[:-5])
+        assert choose(spec(), CPU).basis == "frozen"
+        with pytest.raises(MalformedFileError):
+            choose(spec(seqlen_q=7), CPU)
+    assert not path.read_text().endswith("]}\n")

@@ -14,11 +14,6 @@ from attnbench.freezing.file import Frozen
 from attnbench.kernels.execution import Execution
 
 
-@pytest.fixture
-def path(tmp_path) -> Path:
-    return tmp_path / "run.choices.json"
-
-
 def tensors(sq=9, skv=11, dtype=torch.bfloat16, seed=0, grad=False) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(seed)
     shapes = [(2, 4, sq, 16), (2, 2, skv, 16), (2, 2, skv, 16)]

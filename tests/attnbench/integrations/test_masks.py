@@ -54,12 +54,16 @@ def test_a_mask_that_stays_is_compared_and_not_looked_for(monkeypatch):
     assert len(masks._guesses) <= 64
 
 
-def test_a_mask_for_no_query_no_key_or_a_batch_of_vmap_is_refused_in_a_sentence():
+def test_masks_that_cannot_be_read_are_refused_in_a_sentence():
     q = tensor(2, 3, 6, 8)
-    with replaced(), pytest.raises(InputError, match="biases or blocks"):
-        F.scaled_dot_product_attention(q, q[:, :, :0], q[:, :, :0], torch.ones(6, 0, dtype=torch.bool))
-    with replaced(), pytest.raises(InputError, match="biases or blocks"):
-        F.scaled_dot_product_attention(q[:, :, :0], q, q, torch.ones(0, 6, dtype=torch.bool))
+    for queries, keys, mask in (
+        (q, q[:, :, :0], torch.ones(6, 0, dtype=torch.bool)),
+        (q[:, :, :0], q, torch.ones(0, 6, dtype=torch.bool)),
+        (q, q, causal_lower_right(4, 6)),  # of other lengths
+        (q, q, torch.zeros(6, 6, requires_grad=True)),  # learned
+    ):
+        with replaced(), pytest.raises(InputError, match="biases or blocks"):
+            F.scaled_dot_product_attention(queries, keys, keys, mask)
     masks = torch.ones(2, 6, 6, dtype=torch.bool)
     with replaced(), pytest.raises(InputError, match="biases or blocks"):
         torch.vmap(lambda q, mask: F.scaled_dot_product_attention(q, q, q, mask))(q, masks)
@@ -110,9 +114,3 @@ def test_torchs_causal_biases_are_served(make, seqlen_q, seqlen_kv):
         found = F.scaled_dot_product_attention(q, k, k, bias)
     assert calls.served == 1
     torch.testing.assert_close(found, F.scaled_dot_product_attention(q, k, k, bias), rtol=1e-4, atol=1e-5)
-
-
-def test_a_causal_bias_of_other_lengths_is_not_served():
-    q = tensor(1, 2, 6, 8)
-    with replaced(), pytest.raises(InputError, match="biases or blocks"):
-        F.scaled_dot_product_attention(q, q, q, causal_lower_right(4, 6))

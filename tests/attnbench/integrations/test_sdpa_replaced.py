@@ -205,12 +205,6 @@ def test_what_attention_refuses_is_refused_or_handed_on():
         pass
 
 
-def test_a_bias_that_is_learned_is_refused():
-    q = tensor(1, 2, 6, 8)
-    with replaced(), pytest.raises(InputError, match="biases"):
-        F.scaled_dot_product_attention(q, q, q, torch.zeros(6, 6, requires_grad=True))
-
-
 def test_a_mask_tensor_in_compiled_code_breaks_the_graph_or_is_handed_on():
     q, mask = tensor(1, 2, 16, 16), torch.ones(16, 16, dtype=torch.bool).tril()
     hole = mask.clone()

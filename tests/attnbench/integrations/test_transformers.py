@@ -11,7 +11,6 @@ from tiny_models import DECODER, ENCODER, EXPERTS, GPT2, SOFTCAPPED, WINDOWED, d
 
 from attnbench import Mask
 from attnbench.errors import AttnbenchWarning, InputError, UnknownBackendError
-from attnbench.integrations import mask_tensors
 from attnbench.integrations.transformers import register
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -104,18 +103,6 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(calls):
             attend(torch.nn.Module(), q, q, q, None, **given_)
     with pytest.raises(InputError, match="a mask of the class dict"):
         attend(torch.nn.Module(), q, q, q, {})
-
-
-def test_a_mask_of_ones_own_is_looked_at_once_for_all_layers(calls, monkeypatch):
-    seen, look = [], mask_tensors.mask_of_tensor
-    monkeypatch.setattr(mask_tensors, "mask_of_tensor", lambda *args: seen.append(args) or look(*args))
-    model, ours = decoders("LlamaConfig", DECODER)
-    x, mask = tokens(length=12), torch.ones(12, 12, dtype=torch.bool).tril()[None, None].repeat(2, 1, 1, 1)
-    assert error(ours(x, attention_mask=mask)[0], model(x)[0]) < 1e-5
-    assert len(seen) == 1
-    mask[0, 0, 5, 2] = False
-    with pytest.raises(InputError, match="a mask tensor other than none, causal or a window"):
-        ours(x, attention_mask=mask)
 
 
 def test_what_is_handed_on_is_what_sdpa_computes_counted_and_said():

@@ -2,7 +2,7 @@
 graph's pool while it warms up for a recording, and refuses to record where some of that is still held."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from attnbench import attention, graph_pools
 from attnbench.api import forget_choices
 from attnbench.errors import RefusedError
-from attnbench.graph_pools import outside_pools, permanent
+from attnbench.graph_pools import permanent
 from attnbench.problem.fp8 import hadamard
 from attnbench.problem.mask import Mask
 
@@ -73,14 +73,6 @@ def test_a_first_call_leaves_nothing_of_its_own_memory_behind(plan: str) -> None
         pytest.skip(str(error))
 
 
-def test_memory_that_is_kept_is_found() -> None:
-    kept = []
-    with Allocations() as allocations:
-        kept.append(torch.zeros(3))
-        torch.ones(3)
-    assert allocations.held() == ["aten.zeros.default"]
-
-
 def test_a_flex_mask_is_kept_and_not_of_the_callers_memory() -> None:
     from attnbench.backends.flex.blocks import block_mask
 
@@ -101,19 +93,6 @@ def test_scales_of_earlier_steps_are_kept_without_those_steps_memory() -> None:
             history[0].note(bounds * 0.5, bounds)
             history[0].scales(bounds, 4.0)
         del bounds
-
-
-def made_outside(make: Callable[[torch.device], Tensor]) -> Callable[[torch.device], Tensor]:
-    return lambda device: outside_pools(lambda: make(device), device)
-
-
-@pytest.mark.parametrize("wrap", [permanent, made_outside])
-def test_what_is_made_has_none_of_the_callers_modes(wrap: Callable[..., Callable[[torch.device], Tensor]]) -> None:
-    made = wrap(lambda device: torch.zeros(2))
-    with torch.inference_mode(), torch.device("meta"):
-        found = made(CPU)
-    assert found.device == CPU
-    assert not found.is_inference()
 
 
 def test_on_a_gpu_it_is_made_on_a_stream_that_nothing_records_and_finished_first(

@@ -119,33 +119,27 @@ def test_the_example_is_swept_like_any_backend(installed: Path, tmp_path: Path) 
     assert rows["naive:bf16>naive:bf16"]["status"] == "ok"
 
 
+CONTRACT = "from attnbench.kernels.contract import Availability, Backend\n"
+BROKEN = {
+    "brittle": ("import a_library_that_is_not_there\n", "No module named 'a_library_that_is_not_there'"),
+    "wrong": ("BACKEND = 'not a backend'\n", "wrong_plugin:BACKEND"),
+    "moody": (CONTRACT + "BACKEND = Backend('moody', 'raises', lambda: 1 / 0, ())\n", "ZeroDivisionError"),
+    "alien": (
+        CONTRACT + "BACKEND = Backend('alien', 'built on another', Availability, (), built_on=('cutlass',))\n",
+        "a backend can be built on cudnn or triton, not on 'cutlass'",
+    ),
+}
+
+
 def test_a_plug_in_that_cannot_be_imported_costs_its_own_row_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plug_in(tmp_path, "brittle", "brittle_plugin", "import a_library_that_is_not_there\n")
-    plug_in(tmp_path, "wrong", "wrong_plugin", "BACKEND = 'not a backend'\n")
-    plug_in(
-        tmp_path,
-        "moody",
-        "moody_plugin",
-        "from attnbench.kernels.contract import Backend\nBACKEND = Backend('moody', 'raises', lambda: 1 / 0, ())\n",
-    )
-    plug_in(
-        tmp_path,
-        "alien",
-        "alien_plugin",
-        "from attnbench.kernels.contract import Availability, Backend\n"
-        "BACKEND = Backend('alien', 'built on another', Availability, (), built_on=('cutlass',))\n",
-    )
+    for name, (source, _) in BROKEN.items():
+        plug_in(tmp_path, name, f"{name}_plugin", source)
     monkeypatch.syspath_prepend(tmp_path)
     look_again()
     found, doctor = by_name(attnbench(*LIST)), attnbench("doctor")
-    for name, reason in {
-        "brittle": "No module named 'a_library_that_is_not_there'",
-        "wrong": "wrong_plugin:BACKEND",
-        "moody": "ZeroDivisionError",
-        "alien": "a backend can be built on cudnn or triton, not on 'cutlass'",
-    }.items():
+    for name, (_, reason) in BROKEN.items():
         assert not found[name]["available"]
         assert reason in found[name]["reason"]
     assert found["reference"]["available"]
@@ -211,18 +205,13 @@ def test_a_backward_of_ours_follows_a_third_partys_forward_by_what_that_leaves(d
 
 
 def test_a_plug_in_that_takes_a_name_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plug_in(
-        tmp_path,
-        "impostor",
-        "impostor_plugin",
-        "from attnbench.kernels.contract import Availability, Backend\n"
-        "BACKEND = Backend('reference', 'not the real one', Availability, ())\n",
-    )
+    source = CONTRACT + "BACKEND = Backend('reference', 'not the real one', Availability, ())\n"
+    plug_in(tmp_path, "impostor", "impostor_plugin", source)
     monkeypatch.syspath_prepend(tmp_path)
     look_again()
+    said = "two installed packages provide a backend named 'reference'"
     done, doctor = attnbench("backends"), attnbench("doctor")
-    assert done.returncode == 1
-    assert done.stderr == "attnbench: two installed packages provide a backend named 'reference'; remove one\n"
+    assert (done.returncode, done.stderr) == (1, f"attnbench: {said}; remove one\n")
     assert doctor.returncode == 1
-    assert "two installed packages provide a backend named 'reference'" in doctor.stdout
+    assert said in doctor.stdout
     assert "nothing can run here" in doctor.stdout

@@ -82,15 +82,6 @@ def test_a_sink_alone_has_a_gradient_and_inputs_stay_as_they_are():
     assert all(torch.equal(x, y) for x, y in zip((q, k, v, sinks), before, strict=True))
 
 
-def test_no_sink_at_all_is_attention_without_and_heads_keep_their_own():
-    q, k, v, _ = drawn()
-    none = torch.full((4,), -torch.inf)
-    assert torch.equal(attention(q, k, v, sinks=none), attention(q, k, v))
-    one = torch.tensor([-torch.inf, 3.0, -torch.inf, -torch.inf])
-    changed = (attention(q, k, v, sinks=one) != attention(q, k, v)).flatten(2).any(-1)
-    assert changed.tolist() == [[False, True, False, False]]
-
-
 def test_a_packed_batch_has_the_sinks_of_each_sequence_alone():
     q, k, v, sinks = drawn()
     cu = torch.tensor([0, 5, 12], dtype=torch.int32)

@@ -98,9 +98,3 @@ def test_impossible_specs_say_what_is_wrong(change, word):
 def test_impossible_masks_are_input_errors(arguments):
     with pytest.raises(InputError):
         Mask(*arguments)
-
-
-@pytest.mark.parametrize("data", [{}, {"batch": 1}, {"surprise": 1}])
-def test_from_dict_refuses_what_is_no_spec(data):
-    with pytest.raises(InputError):
-        AttentionSpec.from_dict(data)

@@ -169,14 +169,6 @@ def test_a_kernel_that_loses_the_gpu_is_told_with_its_spec_and_nothing_else_is_a
     assert all(each.outcome == "skipped" and failure.check in each.said for each in later)
 
 
-def test_the_report_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suite, "CHECKS", tuple(each for each in CHECKS if each.name == "alignment"))
-    check_backend("reference:fp32", "cpu")
-    printed = capsys.readouterr().out
-    assert re.search(r"passed +alignment +\d+ specs", printed)
-    assert "0 failed" in printed
-
-
 def test_findings_are_printed_as_soon_as_they_are_known(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,20 +204,6 @@ def test_a_backend_that_refuses_everything_has_shown_nothing() -> None:
     report = check(kernel)
     assert not report.failures
     assert not report.ok
-
-
-def test_a_report_to_keep_says_where_it_was_made_and_what_to_mend() -> None:
-    report = examined("window")
-    text = report.to_markdown()
-    assert text.startswith("# Conformance of `mine`\n")
-    assert f"**{report.summary}**" in text
-    assert f"| torch | {report.environment.torch} |" in text
-    (failure,) = report.failures
-    assert f"smallest spec: `{failure.spec}`" in text
-    assert "| window | **failed** |" in text
-    assert failure.look in text
-    tables = [line for line in text.splitlines() if line.startswith("|")]
-    assert all(len(re.findall(r"(?<!\\)\|", line)) in (3, 4) for line in tables)
 
 
 def test_what_this_machine_s_user_has_measured_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

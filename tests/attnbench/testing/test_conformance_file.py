@@ -36,6 +36,7 @@ def faults(*paths: Path) -> list[str]:
 def test_a_report_that_passed_says_nothing_against_its_kernels(tmp_path: Path) -> None:
     path = report(tmp_path, *findings("fa3:bf16", out="passed", sink="skipped"))
     assert faults(path) == []
+    assert r"| 1 spec \| \`b1\`; \*so\* it is |" in path.read_text(encoding="utf-8")
     assert uncovered(TABLE, [read_report(path)]) == ["sdpa-flash:bf16", "triton:fp8"]
 
 

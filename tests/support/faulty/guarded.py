@@ -52,12 +52,14 @@ class PlantedBackward(BackwardKernel):
 
     name, declared_error, follows = NAME, 1e-3, (NAME,)
 
-    def __init__(self) -> None:
+    def __init__(self, leader: Planted) -> None:
+        self.leader = leader
         self.inner = registry().backward("reference:fp32")
         self.rows = {"cpu": self.inner.rows["cpu"], "cuda": self.inner.rows["cuda"]}
         self.changes: dict[str, Callable[[Tensor], Tensor]] = {}
 
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        assert saved.state is self.leader.state, "what the forward leaves for the backward"
         named = zip(("dq", "dk", "dv"), self.inner.run(saved, grad_out), strict=True)
         dq, dk, dv = (self.changes.get(name, lambda x: x)(x) for name, x in named)
         return dq, dk, dv
@@ -65,7 +67,8 @@ class PlantedBackward(BackwardKernel):
 
 def plant(patch: pytest.MonkeyPatch) -> tuple[Planted, PlantedBackward]:
     """Register both for as long as the patch holds; every choice, and every demotion, is made anew."""
-    forward, backward = Planted(), PlantedBackward()
+    forward = Planted()
+    backward = PlantedBackward(forward)
     known = registry()
     backend = Backend("planted", "faults on demand", lambda: Availability(version="1.0"), (forward, backward))
     patch.setitem(known.backends, "planted", backend)
