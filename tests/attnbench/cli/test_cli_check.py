@@ -44,7 +44,7 @@ def test_a_bad_kernel_exits_1_and_says_which_check_failed(tmp_path: Path) -> Non
 
 
 def test_an_unknown_backend_is_misuse() -> None:
-    named(check("nobody", code=2), 2, "nobody")
+    named(check("nobody", code=2), 2, "nobody", "there are", "sdpa-flash")
 
 
 def test_a_place_that_takes_no_report_is_said_before_anything_is_checked(tmp_path: Path) -> None:

@@ -133,6 +133,8 @@ def test_a_scale_for_each_key_head_serves_its_group():
         q8.data, k8.data, v8.data, backend="reference:fp64", q_descale=shared.repeat_interleave(2, 1), **scales
     )
     assert torch.equal(per_kv, per_q)
+    with pytest.raises(TypeError, match="declares no descales"):  # a third party's kernel that is given them
+        Inputs(q8, k8, v8).unquantised()
 
 
 def test_argument_beats_context_beats_variable(monkeypatch):

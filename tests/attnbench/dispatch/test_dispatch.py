@@ -2,14 +2,12 @@
 
 import sys
 import threading
-from contextlib import nullcontext
 
 import pytest
 import torch
 from patience import PATIENCE
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
 
 from attnbench import api, attention, explain, use_backend
 from attnbench.dispatch import memory
@@ -91,20 +89,6 @@ def test_layouts_and_grouping_are_part_of_the_key(ran):
         attention(x, x[:, :2], x[:, :2], enable_gqa=False)
 
 
-def test_forgetting_asks_again(monkeypatch):
-    q, k, v = tensors()
-    attention(q, k, v)
-    asked = []
-    original = memory.decide
-    monkeypatch.setattr(memory, "decide", lambda *asks: asked.append(asks) or original(*asks))
-    attention(q, k, v)
-    assert not asked
-    api.forget_choices()
-    attention(q, k, v)
-    attention(q, k, v)
-    assert len(asked) == 1
-
-
 class Counting(TorchFunctionMode):
     """Passes calls on, as a program's own mode may."""
 
@@ -181,19 +165,6 @@ def test_eight_threads_ask_each_for_its_own():
     for thread in threads:
         thread.join()
     assert not wrong
-
-
-def test_a_context_reaches_what_a_checkpoint_computes_again(ran):
-    """The backward runs outside of the block, on a GPU in another thread: checkpoint's context_fn brings it there."""
-    x = [each.requires_grad_() for each in tensors()]
-
-    def contexts():
-        return nullcontext(), use_backend("emulated:fp8")
-
-    with use_backend("emulated:fp8"):
-        out = checkpoint(attention, *x, use_reentrant=False, context_fn=contexts)
-    out.sum().backward()
-    assert [plan for plan, _ in ran] == ["emulated:fp8", "emulated:fp8"]
 
 
 def test_a_rule_warns_at_the_first_call_of_a_question_alone(monkeypatch):

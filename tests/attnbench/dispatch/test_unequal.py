@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from packed import Documents, documents
 from problems import masks
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from attnbench import AttentionSpec, attention, explain, guard, state
 from attnbench.dispatch.memory import executions
@@ -216,27 +215,6 @@ def test_nested_tensors_give_nested_ones(layout: str) -> None:
     assert torch.equal(torch.autograd.grad(back.values(), leaf, do)[0], gradient)
     with pytest.raises(InputError, match="all be nested"):
         attention(nested[0], ROWS, ROWS, layout=layout)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpointed_call_computes_the_same_gradients(reentrant: bool) -> None:
-    q, k, v, do = document_batch(torch.float64)
-    cu, found = starts(LENGTHS), []
-    for again in (False, True):
-        leaf = q.clone().requires_grad_()
-
-        def call(x: Tensor) -> Any:
-            return attention(x, k, v, layout="thd", cu_seqlens_q=cu)
-
-        out = checkpoint(call, leaf, use_reentrant=reentrant) if again else call(leaf)
-        found.append(torch.autograd.grad(out, leaf, do)[0] if not (reentrant and again) else _backward(out, leaf, do))
-    assert torch.equal(*found)
-
-
-def _backward(out: Tensor, leaf: Tensor, do: Tensor) -> Tensor:
-    out.backward(do)
-    assert leaf.grad is not None
-    return leaf.grad
 
 
 def test_autocast_casts_packed_tensors() -> None:

@@ -70,24 +70,6 @@ def test_what_was_recorded_is_chosen_again_whatever_the_table_and_the_order(aske
             assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_opting_in_and_the_budget_are_parts_of_the_question(fakes, path):
-    fakes("fast:fp8", "fast:bf16", "slow:bf16")
-    with freeze(path):
-        assert choose(spec(), CPU, fp8=True).plan.fp8
-        assert not choose(spec(), CPU, fp8=True, max_error=0.05).plan.fp8
-    with freeze(path, missing="choose"):
-        assert not choose(spec(), CPU).plan.fp8
-        assert not choose(spec(), CPU, fp8=True, max_error=0.05).plan.fp8
-    with freeze(path, missing="raise"):
-        for asked in ({}, {"fp8": True, "max_error": 0.07}, {"fp8": True, "backend": "fast"}):
-            with pytest.raises(FrozenError, match="holds no choice"):
-                choose(spec(), CPU, **asked)
-    rewritten(path, '"fp8": true, "max_error": 0.05, "plan": "fast:bf16"', '"plan": "fast:fp8"')
-    with pytest.raises(MalformedFileError, match="FP8, which the question does not open") as caught:
-        freeze(path).start()
-    assert path.read_text().splitlines()[caught.value.line - 1].count('"plan": "fast:fp8"') == 1
-
-
 # --- what the file lacks ---
 
 

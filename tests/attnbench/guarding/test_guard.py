@@ -83,17 +83,6 @@ def test_what_went_in_that_is_not_finite_is_no_breach():
     assert sum(watch.skipped.values()) == 1
 
 
-def test_a_short_accumulator_fails_on_biased_values_only():
-    """The failure of FP8 kernels that add up many keys in few bits: right on zero-mean inputs, wrong on live ones."""
-    q, k, v = tensors(sq=32, skv=1024, d=32)
-    for shift, found in ((0.0, False), (2.0, True)):
-        for plan in ("emulated:fp8-acc8", "emulated:fp8-acc8p128"):
-            with guard(every=1) as watch:
-                for _ in range(4):
-                    attention(q, k, v + shift, backend=plan)
-            assert bool(watch.breaches) == (found and plan.endswith("acc8")), (shift, plan)
-
-
 @pytest.mark.parametrize("every", [1, 3, 7])
 def test_of_each_plan_and_spec_the_first_pass_and_every_so_many_after_it(every):
     with guard(every=every) as watch:

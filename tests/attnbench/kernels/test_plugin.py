@@ -1,12 +1,10 @@
 """A third party's backend: the example, installed for real, and plug-ins that are broken or ill-mannered."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +15,10 @@ from patience import PATIENCE
 from places import ROOT
 from torch import Tensor
 
-from attnbench import AttentionSpec, Plan, attention
-from attnbench.errors import RefusedError
+from attnbench import attention
 from attnbench.kernels.registry import registry
 from attnbench.state import forget
-from attnbench.tables.binding import Binding
-from attnbench.tables.environment import Environment
-from attnbench.tables.table import Entry, Table
 
-CPU = torch.device("cpu")
 EXAMPLE = ROOT / "examples" / "attnbench-backend-example"
 
 
@@ -145,63 +138,6 @@ def test_a_plug_in_that_cannot_be_imported_costs_its_own_row_alone(
     assert found["reference"]["available"]
     assert doctor.returncode == 0
     assert "a_library_that_is_not_there" in doctor.stdout
-
-
-# A backend that declares what attnbench cannot know of it: Triton compiles it, and what its operands are in FP8.
-DECLARING = """
-from attnbench.kernels.contract import Availability, Backend, ForwardKernel, Operands, Result
-from attnbench.kernels.registry import registry
-from attnbench.kernels.capabilities import Capabilities
-from attnbench.problem.fp8 import Recipe, quantise
-
-class Forward(ForwardKernel):
-    rows = {"cpu": Capabilities(dtypes=("bf16",))}
-    declared_error = 0.1
-
-    def __init__(self, name, leaves):
-        self.name, self.leaves = name, leaves
-
-    def prepare(self, inputs, spec):
-        return Operands(spec, *(quantise(x.detach(), Recipe("token")) for x in inputs.unquantised()))
-
-    def run(self, operands):
-        return registry().forward("reference:fp32").run(Operands(operands.spec, *operands.tensors()))
-
-BACKEND = Backend("mine", "a third party's", lambda: Availability(version="1.0"),
-                  (Forward("mine:fp8", "e4m3"), Forward("mine:fp8-odd", None)), built_on=("triton",))
-"""
-
-
-@pytest.fixture
-def declaring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plug_in(tmp_path, "mine", "mine_plugin", DECLARING)
-    monkeypatch.syspath_prepend(tmp_path)
-    look_again()
-
-
-def test_what_a_third_party_is_built_on_binds_its_entries(declaring: None) -> None:
-    known = registry()
-    there = replace(Environment.detect(CPU, known), triton="3.6.0")
-    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=64, head_dim=16)
-    entries = [Entry(spec, Plan(name), "ok", 1.0, 0.0, {"normal": 0.1}) for name in ("mine:fp8", "reference:fp32")]
-    table = Table.from_entries(there, entries)
-    for version, used in (("3.6.1", ["mine:fp8", "reference:fp32"]), ("3.7.0", ["reference:fp32"])):
-        usable = Binding.between(table, replace(there, triton=version), known).usable(table)
-        assert sorted(str(plan) for _, plan in usable.entries) == used
-
-
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs Triton's kernels on the CPU")
-def test_a_backward_of_ours_follows_a_third_partys_forward_by_what_that_leaves(declaring: None) -> None:
-    pytest.importorskip("triton")
-    q, k, v, grad = (torch.randn(1, 2, 64, 16, dtype=torch.bfloat16) for _ in range(4))
-    found, exact = (
-        answers(plan, torch.bfloat16, [q, k, v], grad)[2:]
-        for plan in ("mine:fp8>triton:fp8", "reference:fp32>reference:fp32")
-    )
-    errors = [float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(found, exact, strict=True)]
-    assert all(0.001 < error < 0.15 for error in errors), errors
-    with pytest.raises(RefusedError, match="follows only forwards that leave e4m3"):
-        answers("mine:fp8-odd>triton:fp8", torch.bfloat16, [q, k, v], grad)
 
 
 def test_a_plug_in_that_takes_a_name_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,17 +133,6 @@ def test_a_row_reads_every_field_of_a_spec():
     assert unread == {"scale"}, "any number is served; what a kernel cannot scale by it refuses in further_refusals"
 
 
-def test_unknown_names_offer_the_nearest():
-    known = fake_registry(family("sdpa-flash", "bf16"), family("flex", "bf16"))
-    for ask in (known.forward, known.backward):
-        with pytest.raises(UnknownBackendError, match="sdpa-flash:bf16"):
-            ask("sdpa-flash:bf61")
-    with pytest.raises(UnknownBackendError, match="did you mean flex"):
-        known.backend("flexx")
-    with pytest.raises(UnknownBackendError, match="flex, sdpa-flash"):
-        known.backend("zzz")
-
-
 def test_availability_is_asked_once():
     asked = []
     backend = Backend("once", "counts", lambda: asked.append(1) or Availability(version="1"), ())

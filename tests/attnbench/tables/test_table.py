@@ -76,14 +76,6 @@ def test_errors_are_rounded_up_and_by_little(error):
     assert one(errors={"normal": rounded}).shortened().errors == {"normal": rounded}
 
 
-@given(st.floats(1e-6, 1e9))
-def test_times_keep_four_digits(time):
-    entry = one(time=time, spread_ms=time).shortened()
-    assert entry.time_ms == pytest.approx(time, rel=5.001e-4)
-    assert entry.spread_ms == pytest.approx(time, rel=5.001e-2)
-    assert len(Decimal(repr(entry.time_ms)).normalize().as_tuple().digits) <= 4
-
-
 def test_merging_takes_the_newer_entry_and_keeps_what_only_the_older_saw():
     older = Table.from_entries(
         an_environment(backends={"a": "1", "b": "1", "c": "1"}, origins={"b": "x"}),
