@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -13,9 +14,14 @@ from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Sa
 from attnbench.problem.lengths import Lengths
 from attnbench.problem.lengths_kind import LengthsKind
 
-__all__ = ["Answer", "Documents", "answers", "documents"]
+__all__ = ["Answer", "Documents", "answers", "documents", "starts"]
 
 Answer = tuple[Tensor, ...]  # out, lse and, of a backward, dq, dk, dv
+
+
+def starts(lengths: Iterable[int]) -> Tensor:
+    """Cumulative lengths (N + 1,) of sequences of these lengths."""
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
 @dataclass(frozen=True)
@@ -59,17 +65,14 @@ class Documents:
         queries, keys = zip(*self.lengths, strict=True)
         longest, most = max(1, *queries), max(1, *keys)
         if self.padding is None:
-            starts = [
-                torch.tensor([0, *each], dtype=torch.int32).cumsum(0, dtype=torch.int32) for each in (queries, keys)
-            ]
             kind = LengthsKind(batch="packed", total_q=max(1, sum(queries)), total_kv=max(1, sum(keys)))
             # (T, H, D) in memory, as callers have them.
             whole = [
                 torch.cat([x[0].transpose(0, 1) for x in each]).transpose(0, 1)[None]
                 for each in zip(*parts, strict=True)
             ]
-            starts = [each.to(self.device) for each in starts]
-            lengths = Lengths("packed", starts[0], starts[1], longest, most)
+            of_q, of_kv = (starts(each).to(self.device) for each in (queries, keys))
+            lengths = Lengths("packed", of_q, of_kv, longest, most)
             return whole, lengths, self.make(longest, most, kind, len(parts))
         kind = LengthsKind(batch="padded" if self.padding == "right" else "left-padded")
         counts = [torch.tensor(each, dtype=torch.int32, device=self.device) for each in (queries, keys)]

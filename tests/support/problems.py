@@ -112,3 +112,12 @@ def alike(draw: st.DrawFn) -> Problem:
         dtype=draw(st.sampled_from(["bf16"] * 3 + ["fp16"])),
     )
     return Problem(spec, draw(st.sampled_from(["bhsd", "bshd"])), draw(st.booleans()), draw(st.integers(0, 2**31)))
+
+
+def tensors(
+    batch=2, heads=4, kv_heads=2, sq=40, skv=56, d=16, dtype=torch.bfloat16, seed=0, grad=False
+) -> tuple[Tensor, ...]:
+    """q, k, v (B, H, S, D), standard normal."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(batch, heads, sq, d), (batch, kv_heads, skv, d), (batch, kv_heads, skv, d)]
+    return tuple(torch.randn(shape, generator=generator).to(dtype).requires_grad_(grad) for shape in shapes)

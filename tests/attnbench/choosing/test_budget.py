@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
+from choices import CPU, entry, pick, table
 from dense import dense_attention, dense_gradients, relative_l2
-from fakes import FakeForward, an_environment, fake_backend, fake_registry
+from fakes import FakeForward, fake_backend, fake_registry
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,9 +16,7 @@ from attnbench.errors import BudgetError, InputError, NoPlanError
 from attnbench.kernels.capabilities import Device
 from attnbench.kernels.registry import registry
 from attnbench.problem.dtypes import TO_TORCH
-from attnbench.tables.table import Entry, Table
 
-CPU = torch.device("cpu")
 HERE = Device("cpu", "A CPU")
 WIDE = ("bf16", "fp16", "fp32", "fp64")
 
@@ -147,37 +146,22 @@ def test_a_budget_that_is_no_positive_number_is_named(budget):
         asked(square(), max_error=budget)
 
 
-KNOWN = fake_registry(
-    fake_backend("slow", FakeForward("slow:bf16", preference=10)),
-    fake_backend("fast", FakeForward("fast:bf16", preference=20), FakeForward("fast:fp8")),
-)
-SPEC = square()
-
-
-def by(*entries: Entry, **more):
-    return choose(SPEC, CPU, known=KNOWN, table=Table.from_entries(an_environment(), entries), **more)
-
-
-def entry(plan: str, error: float, family: str = "normal") -> Entry:
-    return Entry(SPEC, Plan(plan), "ok", 1.0, 0.0, {family: error})
-
-
 def test_what_was_measured_is_what_the_best_plan_reaches():
-    rows = (entry("slow:bf16", 0.004), entry("fast:bf16", 0.0031, "outlier"))
+    rows = table(entry("slow:bf16", 1.0, normal=0.004), entry("fast:bf16", 1.0, outlier=0.0031))
     with pytest.raises(NoPlanError) as caught:
-        by(*rows, max_error=0.003)
+        pick(table=rows, max_error=0.003)
     first = str(caught.value).partition("\n")[0]
     assert first.endswith(
         "the best, fast:bf16, reaches 0.0031 (measured on outlier inputs). Pass max_error=0.0031 or more."
     )
-    assert str(by(*rows, max_error=0.0031).plan) == "fast:bf16"
+    assert str(pick(table=rows, max_error=0.0031).plan) == "fast:bf16"
     with pytest.raises(NoPlanError, match=r"no plan stays within the default error budget of 0\.01 for"):
-        by(entry("slow:bf16", 0.02), entry("fast:bf16", 0.03))
+        pick(table=table(entry("slow:bf16", 1.0, normal=0.02), entry("fast:bf16", 1.0, normal=0.03)))
 
 
 def test_where_only_fp8_could_run_the_error_says_how_to_admit_it():
     known = fake_registry(fake_backend("fast", FakeForward("fast:fp8")))
     with pytest.raises(NoPlanError, match='dtype="fp8" or a max_error admits'):
-        choose(SPEC, CPU, known=known)
+        choose(square(), CPU, known=known)
     with pytest.raises(NoPlanError, match="run `attnbench sweep`, or name one with backend="):
-        choose(SPEC, CPU, known=known, fp8=True)
+        choose(square(), CPU, known=known, fp8=True)

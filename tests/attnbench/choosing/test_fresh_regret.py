@@ -7,40 +7,19 @@ from functools import partial
 import pytest
 from command_line import attnbench, fails
 from fakes import FakeForward, an_environment, fake_backend, fake_registry
+from lawful import KNOWN, LAWS, MASKS, lawful, spec
 
-from attnbench import AttentionSpec, Mask, Plan
+from attnbench import Plan
 from attnbench.choosing.fresh_regret import contenders, fresh_scores, summary_of
 from attnbench.kernels.capabilities import Device
 from attnbench.tables.table import Entry, Table
 from attnbench.tables.user_table import Known
 
-KNOWN = fake_registry(
-    fake_backend("near", FakeForward("near:bf16", preference=10)),
-    fake_backend("far", FakeForward("far:bf16", preference=20), FakeForward("far:fp8")),
-)
-MASKS = (Mask(), Mask(right=0))
-# A short launch and a low rate, the other way round, and a plan in 8 bits: (ms, ms per tera-operation, error).
-LAWS = {"near:bf16": (0.02, 2.0, 0.002), "far:bf16": (0.2, 1.5, 0.002), "far:fp8": (0.3, 1.0, 0.06)}
-
-
-def spec(length, batch, mask):
-    return AttentionSpec.make(batch=batch, heads=16, seqlen_q=length, head_dim=128, mask=mask)
-
-
-FRESH = [spec(3000, 5, mask) for mask in MASKS]
+FRESH = [spec(3000, mask=mask) for mask in MASKS]
 
 
 def truth(laws=LAWS, specs=FRESH):
-    entries = [
-        Entry(at, Plan.parse(plan), "ok", (time := launch + rate * at.flops / 1e12), 0.002 * time, {"outlier": error})
-        for at in specs
-        for plan, (launch, rate, error) in laws.items()
-    ]
-    return Table.from_entries(an_environment(), entries)
-
-
-def lawful():
-    return truth(specs=[spec(2**n, 2 ** (14 - n), mask) for n in range(9, 15) for mask in MASKS])
+    return lawful(laws, specs)
 
 
 def scores(of=None, tables=None):
@@ -72,7 +51,7 @@ def test_what_may_win_is_kept_with_the_choices_and_what_is_surely_slower_is_not(
         fake_backend("new", FakeForward("new:bf16")),
     )
     laws = LAWS | {"slow:bf16": (0.1, 9.0, 0.002), "slow:fp8": (0.1, 9.0, 0.06)}
-    tables = Known.of(truth(laws, specs=[spec(2**n, 2 ** (14 - n), mask) for n in range(9, 15) for mask in MASKS]))
+    tables = Known.of(lawful(laws))
     new = Plan.parse("new:bf16")
     plans = [near, far, slow, new, Plan.parse("far:fp8"), Plan.parse("slow:fp8")]
     here = an_environment()
@@ -95,7 +74,7 @@ def test_what_must_be_compiled_is_left_out_sooner(compiles):
         fake_backend("other", FakeForward("other:bf16"), compiles=compiles),
     )
     laws = {"near:bf16": LAWS["near:bf16"], "other:bf16": (0.02, 2.7, 0.002)}
-    tables = Known.of(truth(laws, specs=[spec(2**n, 2 ** (14 - n), mask) for n in range(9, 15) for mask in MASKS]))
+    tables = Known.of(lawful(laws))
     here = an_environment()
     for at in FRESH:
         found = contenders(at, [near, other], tables, known, Device(here.device_type, here.device_name))

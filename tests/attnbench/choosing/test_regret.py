@@ -9,7 +9,8 @@ from functools import cache, partial
 
 import pytest
 from command_line import attnbench
-from fakes import FakeBackward, FakeForward, an_environment, fake_backend, fake_registry
+from fakes import an_environment
+from lawful import KNOWN, LAWS, LENGTHS, entry, lawful, spec
 from places import RESULTS, ROOT
 
 from attnbench import AttentionSpec, Mask, Plan
@@ -21,38 +22,7 @@ from examples import examples
 
 H200 = RESULTS / "nvidia-h200"
 SHIPPED = ROOT / "attnbench" / "tables" / "nvidia-h200.json"
-KNOWN = fake_registry(
-    fake_backend("near", FakeForward("near:bf16", preference=10), FakeBackward("near:bf16")),
-    fake_backend("far", FakeForward("far:bf16", preference=20), FakeForward("far:fp8"), FakeBackward("far:bf16")),
-    fake_backend("sdpa-flash", FakeForward("sdpa-flash:bf16"), FakeBackward("sdpa-flash:bf16"), sdpa_order=1),
-    fake_backend("sdpa-cudnn", FakeForward("sdpa-cudnn:bf16"), FakeBackward("sdpa-cudnn:bf16"), sdpa_order=0),
-)
-LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-# A short launch and a low rate, the other way round, and a plan in 8 bits: (ms, ms per tera-operation, error).
-LAWS = {"near:bf16": (0.02, 2.0, 0.002), "far:bf16": (0.2, 1.5, 0.002), "far:fp8": (0.3, 1.0, 0.06)}
-
-
-def spec(length: int, **more) -> AttentionSpec:
-    return AttentionSpec.make(**{"batch": 16384 // length, "heads": 16, "seqlen_q": length, "head_dim": 128, **more})
-
-
-def entry(at: AttentionSpec, plan: str, time: float, error: float, spread: float = 0.002) -> Entry:
-    return Entry(at, Plan.parse(plan), "ok", time, spread * time, {"outlier": error})
-
-
-MASKS = (Mask(), Mask(right=0))
-
-
-def lawful(laws=LAWS, masks=MASKS, **more) -> Table:
-    specs = [spec(length, mask=mask, **more) for length in LENGTHS for mask in masks]
-    return Table.from_entries(
-        an_environment(),
-        (
-            entry(at, plan, launch + rate * at.flops / 1e12, error)
-            for at in specs
-            for plan, (launch, rate, error) in laws.items()
-        ),
-    )
+PLAIN = [spec(length) for length in LENGTHS]
 
 
 def shuffled(table: Table, seed: int = 0) -> Table:
@@ -83,7 +53,7 @@ def test_a_spec_is_never_among_those_that_choose_for_it():
 
 def test_an_error_that_no_neighbour_shows_is_a_violation():
     def with_error_at(length: int) -> list[Score]:
-        table = lawful({**LAWS, "far:fp8": (0.001, 0.1, 0.06)}, masks=(Mask(),))
+        table = lawful({**LAWS, "far:fp8": (0.001, 0.1, 0.06)}, PLAIN)
         bad = spec(length)
         wild = entry(bad, "far:fp8", 0.001, 0.5)
         return list(held_out(Table(table.environment, {**table.entries, (bad, wild.plan): wild}), KNOWN))
@@ -98,7 +68,7 @@ def test_an_error_that_no_neighbour_shows_is_a_violation():
 
 def test_what_fp8_would_have_saved_where_it_was_not_vouched_for_is_caution():
     """Far in front everywhere, and never chosen at the longest shape, to which no measured one reaches up."""
-    table = lawful({**LAWS, "far:fp8": (0.001, 0.1, 0.06)}, masks=(Mask(),))
+    table = lawful({**LAWS, "far:fp8": (0.001, 0.1, 0.06)}, PLAIN)
     for each in held_out(table, KNOWN, questions=[Asked(True)]):
         if each.spec.seqlen_q == LENGTHS[-1]:
             assert not each.plan.fp8

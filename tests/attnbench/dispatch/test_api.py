@@ -8,6 +8,7 @@ import pytest
 import torch
 from dense import dense_attention, relative_l2
 from fakes import FakeBackward, FakeForward
+from problems import tensors
 from torch import Tensor
 
 from attnbench import AttentionSpec, attention, explain, use_backend
@@ -16,12 +17,6 @@ from attnbench.errors import InputError, UnknownBackendError
 from attnbench.kernels.contract import Inputs, Operands
 from attnbench.kernels.execution import Execution
 from attnbench.problem.fp8 import Recipe, quantise
-
-
-def tensors(batch=2, heads=4, kv_heads=2, sq=33, skv=47, d=32, dtype=torch.bfloat16, seed=0) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(batch, heads, sq, d), (batch, kv_heads, skv, d), (batch, kv_heads, skv, d)]
-    return tuple(torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
 
 
 def spec(q, k, v, **more) -> AttentionSpec:

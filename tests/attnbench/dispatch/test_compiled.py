@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 import torch._dynamo.testing
+from problems import tensors
 from torch import Tensor
 
 from attnbench import api, attention, use_backend
@@ -29,12 +30,6 @@ def fresh():
     with torch._dynamo.config.patch(recompile_limit=64):
         yield
     torch._dynamo.reset()
-
-
-def tensors(sq=9, skv=11, dtype=torch.bfloat16, seed=0, grad=False) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(2, 4, sq, 16), (2, 2, skv, 16), (2, 2, skv, 16)]
-    return tuple(torch.randn(shape, generator=generator).to(dtype).requires_grad_(grad) for shape in shapes)
 
 
 def compiled(function, **options):

@@ -6,19 +6,13 @@ import threading
 import pytest
 import torch
 from patience import PATIENCE
-from torch import Tensor
+from problems import tensors
 from torch.overrides import TorchFunctionMode
 
 from attnbench import api, attention, explain, use_backend
 from attnbench.dispatch import memory
 from attnbench.kernels.execution import Execution
 from attnbench.state import Cache
-
-
-def tensors(sq=9, skv=11, heads=4, kv_heads=2, d=16, dtype=torch.bfloat16, seed=0) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(2, heads, sq, d), (2, kv_heads, skv, d), (2, kv_heads, skv, d)]
-    return tuple(torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 from dense import dense_attention, dense_gradients, relative_l2
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packed import Documents, documents
+from packed import Documents, documents, starts
 from problems import masks
 from torch import Tensor
 
@@ -23,10 +23,6 @@ from attnbench.problem.lengths_kind import LengthsKind
 from examples import examples
 
 INT = torch.int32
-
-
-def starts(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *lengths], dtype=INT).cumsum(0, dtype=INT)
 
 
 def exact(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.testing
+from packed import starts
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -24,10 +25,6 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-def starts(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *lengths], dtype=INT).cumsum(0, dtype=INT)
 
 
 def packed_tensors(tokens: int, grad: bool = True) -> list[Tensor]:

@@ -6,18 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from problems import tensors
 
 from attnbench import attention, explain, freeze
 from attnbench.cli import app
 from attnbench.errors import FrozenError, InputError, RefusedError
 from attnbench.freezing.file import Frozen
 from attnbench.kernels.execution import Execution
-
-
-def tensors(sq=9, skv=11, dtype=torch.bfloat16, seed=0, grad=False) -> tuple[torch.Tensor, ...]:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(2, 4, sq, 16), (2, 2, skv, 16), (2, 2, skv, 16)]
-    return tuple(torch.randn(shape, generator=generator).to(dtype).requires_grad_(grad) for shape in shapes)
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@ import weakref
 
 import pytest
 import torch
-from guarded import noise, step, tensors
+from guarded import noise, step
+from problems import tensors
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 

@@ -10,9 +10,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
+from choices import CPU, KNOWN, entry, spec
 from damaged import flipped, restructured, spliced
-from fakes import FakeBackward, FakeForward, an_environment, fake_backend, fake_registry
+from fakes import an_environment
 
 from attnbench import AttentionSpec, Mask, Plan
 from attnbench.choosing.selector import choose
@@ -23,21 +23,8 @@ from attnbench.tables.table import Entry, Table
 from attnbench.tables.user_table import known_tables, user_table_path
 from examples import examples
 
-CPU = torch.device("cpu")
 HERE = an_environment()
-KNOWN = fake_registry(
-    fake_backend("slow", FakeForward("slow:bf16", preference=10), FakeBackward("slow:bf16")),
-    fake_backend("fast", FakeForward("fast:bf16", preference=20), FakeBackward("fast:bf16"), FakeForward("fast:fp8")),
-)
 FILES = examples(300, 10_000)
-
-
-def spec(**more) -> AttentionSpec:
-    return AttentionSpec.make(**{"batch": 1, "heads": 4, "seqlen_q": 1024, "head_dim": 64, **more})
-
-
-def entry(plan: str, time: float, at: AttentionSpec, **errors: float) -> Entry:
-    return Entry(at, Plan.parse(plan), "ok", time, 0.01, errors)
 
 
 TABLE = Table.from_entries(

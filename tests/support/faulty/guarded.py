@@ -118,12 +118,6 @@ def within(one: float, other: float, share: float) -> bool:
     return math.isclose(one, other, rel_tol=0, abs_tol=share * abs(other))
 
 
-def tensors(batch=2, heads=4, kv_heads=2, sq=40, skv=56, d=16, dtype=torch.bfloat16, seed=0, grad=False):
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(batch, heads, sq, d), (batch, kv_heads, skv, d), (batch, kv_heads, skv, d)]
-    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_(grad) for shape in shapes]
-
-
 def step(x, function=attention, **arguments) -> list[Tensor]:
     out = function(*x, **arguments)
     grad_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
