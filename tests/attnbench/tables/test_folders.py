@@ -22,10 +22,7 @@ from attnbench.tables.user_table import known_tables, update_user_table
 
 SPEC = AttentionSpec.make(batch=1, heads=4, seqlen_q=1024, head_dim=64)
 FAST, SLOW = Plan("fast:bf16"), Plan("slow:bf16")
-H200 = replace(
-    an_environment(), device_type="cuda", device_name="NVIDIA H200", capability="9.0",
-    backends={"fast": "1.0", "slow": "1.0"},
-)  # fmt: skip
+H200 = an_environment(device_type="cuda", device_name="NVIDIA H200", capability="9.0")
 H100 = replace(H200, device_name="NVIDIA H100 80GB HBM3")
 GPU = torch.device("cuda", 0)
 

@@ -15,10 +15,7 @@ from attnbench.tables.gpu_models import GPU_MODELS
 from attnbench.tables.scaling import Rates, impossible, scaled, scaled_ms
 from attnbench.tables.table import Entry, Table
 
-H200 = replace(
-    an_environment(), device_type="cuda", device_name="NVIDIA H200", capability="9.0", power_cap_w=700,
-    backends={"fast": "1.0", "slow": "1.0"},
-)  # fmt: skip
+H200 = an_environment(device_type="cuda", device_name="NVIDIA H200", capability="9.0", power_cap_w=700)
 H100 = replace(H200, device_name="NVIDIA H100 80GB HBM3", memory_bytes=80 * 10**9, driver="570.1")
 HOPPERS = sorted(name for name in GPU_MODELS if "A100" not in name)
 PLANS = {

@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 import warnings
-from dataclasses import replace
 
 import pytest
 import torch
@@ -130,10 +129,7 @@ def test_a_damaged_table_is_a_miss_with_one_warning_and_is_replaced():
 
 # --- the user's before the shipped one ---
 
-H200 = replace(
-    an_environment(), device_type="cuda", device_name="NVIDIA H200", capability="9.0",
-    backends={"fast": "1.0", "slow": "1.0"},
-)  # fmt: skip
+H200 = an_environment(device_type="cuda", device_name="NVIDIA H200", capability="9.0")
 GPU = torch.device("cuda", 0)
 
 
