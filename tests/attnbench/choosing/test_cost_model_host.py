@@ -1,13 +1,12 @@
-"""Calls that waited for the host: told apart by what a made-up machine or the committed rows know of the device."""
+"""Calls that waited for the host: told apart by what a made-up machine knows of the device."""
 
 from dataclasses import replace
-from statistics import NormalDist, median
+from statistics import NormalDist
 
 import pytest
 from fakes import an_environment
 from hypothesis import given
 from hypothesis import strategies as st
-from places import RESULTS
 
 from attnbench import AttentionSpec, Mask, Plan
 from attnbench.choosing.cost_model.fit import Fit
@@ -92,36 +91,3 @@ def test_the_longer_of_two_is_below_its_quantile_as_often_as_said(level, deviati
     host, device = (level, 0.35), (mean, deviation)
     bound = longer(host, device, share)
     assert NormalDist(*host).cdf(bound) * NormalDist(*device).cdf(bound) == pytest.approx(share, abs=1e-3)
-
-
-@pytest.fixture(scope="module")
-def rows():
-    """(entry, ms of the device alone) of what two sweeps of an H200 measured."""
-    from attnbench.harness.results.condense import condense
-    from attnbench.harness.results.records import read_measurements
-    from attnbench.harness.results.store import measurements_file
-
-    found = []
-    for name in ("inference-plans", "training-plans"):
-        measured = [row for row in read_measurements(measurements_file(RESULTS / "nvidia-h200" / name)) if row.measured]
-        alone = {(row.spec, row.plan): _alone(row.time_ms) for row in measured}
-        found += [(each, alone[each.spec, each.plan]) for each in condense(measured) if each.usable]
-    return found
-
-
-def _alone(times: dict[str, list[float]]) -> float:
-    return sum(median(times[cost]) for cost in ("prepared", "backward") if cost in times)
-
-
-def test_calls_that_waited_on_an_h200_are_found_without_knowing_the_device_time(rows):
-    """Tables hold whole calls; the rows know how long the device took of each."""
-    model = CostModel(entry for entry, _ in rows)
-    doubted: dict[bool, list[bool]] = {True: [], False: []}
-    for entry, alone in rows:
-        if not 1.05 <= entry.time_ms / alone < 1.2:  # what waited a little is nobody's fault
-            fit = model._fit(entry.plan, entry.spec)
-            doubted[entry.time_ms > alone * 1.2].append(fit.residuals[entry.spec].heard < 0.5)
-    waited, steady = doubted[True], doubted[False]
-    assert min(len(waited), len(steady)) > 300
-    assert sum(waited) > 0.75 * len(waited)
-    assert sum(steady) < 0.12 * len(steady)

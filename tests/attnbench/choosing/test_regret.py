@@ -78,15 +78,6 @@ def test_what_fp8_would_have_saved_where_it_was_not_vouched_for_is_caution():
             assert each.plan.fp8 or each.caution > 1
 
 
-def test_times_that_scatter_are_not_held_against_one_another():
-    def steady(spread: float) -> bool:
-        entries = [replace(each, spread_ms=spread * each.time_ms) for each in lawful().entries.values()]
-        return any(each.steady for each in held_out(Table.from_entries(an_environment(), entries), KNOWN, splits=1))
-
-    assert steady(0.05)
-    assert not steady(0.07)
-
-
 def test_summaries_are_of_the_ratios():
     def score(regret: float, violated: bool = False) -> Score:
         return Score(spec(512), Asked(False), Plan("a:b"), "predicted", Plan("a:b"), regret, 0.0, violated, True)

@@ -1,4 +1,4 @@
-"""Environments say what must match, what is good to know, and refuse nonsense."""
+"""Environments say what must match and what is good to know, refuse nonsense, and ask NVML, which may not tell."""
 
 import json
 import os
@@ -20,6 +20,7 @@ from attnbench.harness.results.store import measurements_file
 from attnbench.kernels.registry import Registry
 from attnbench.state import forget
 from attnbench.tables.environment import Environment, own_commit
+from attnbench.tables.nvml import Nvml
 
 GPU = Environment(
     device_type="cuda", device_name="NVIDIA H200", device_count=8, capability="9.0", driver="580.159", cuda="13.0",
@@ -161,3 +162,35 @@ def test_any_value_is_an_environment_or_an_input_error(name, value):
 def test_nonsense_is_refused(wrong):
     with pytest.raises(InputError):
         Environment.from_dict(wrong)
+
+
+def refusing(*arguments: object) -> None:
+    raise fake_nvml.NVMLError("Insufficient Permissions")
+
+
+@pytest.mark.parametrize("prefix", ["", "GPU-", "MIG-"])
+def test_a_mig_instance_and_a_gpu_are_told_apart_by_their_prefix(monkeypatch, prefix):
+    fake_nvml.install(monkeypatch, fake_nvml.Board(f"MIG-{ONE}"))
+    with Nvml() as nvml:
+        assert (nvml.gpu(prefix + ONE) is None) == (prefix == "GPU-")
+        said = "NVML finds no GPU of this device's UUID: Not Found"  # which does not disclose it
+        assert nvml.reason == (said if prefix == "GPU-" else None)
+
+
+@pytest.mark.parametrize("query", ["nvmlSystemGetDriverVersion", "nvmlDeviceGetName", "nvmlShutdown"])
+def test_a_query_that_is_refused_is_a_reason(monkeypatch, query):
+    fake_nvml.install(monkeypatch, fake_nvml.Board(f"GPU-{ONE}"))
+    monkeypatch.setattr(f"pynvml.{query}", refusing)
+    with Nvml() as nvml:
+        assert (nvml.driver() is None) == (query == "nvmlSystemGetDriverVersion")
+        assert nvml.names() == ([] if query == "nvmlDeviceGetName" else ["NVIDIA H200"])
+    assert "Insufficient Permissions" in (nvml.reason or "")
+
+
+def test_a_fact_that_nvml_has_no_value_for_is_a_silence_and_no_number(monkeypatch):
+    fake_nvml.install(monkeypatch, fake_nvml.Board(f"GPU-{ONE}", milliwatts=2**32 - 1, cap=2**32 - 1))
+    with Nvml() as nvml:
+        gpu = nvml.gpu(ONE)
+        assert gpu is not None
+        assert (gpu.power_w(), gpu.power_cap_w(), gpu.clock_mhz()) == (None, None, 1980)
+        assert gpu.silences == dict.fromkeys(("power", "power cap"), "NVML calls it not available")
