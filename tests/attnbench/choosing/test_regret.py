@@ -5,13 +5,13 @@ import math
 import random
 from collections import defaultdict
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 import pytest
 from command_line import attnbench
 from fakes import an_environment
 from lawful import KNOWN, LAWS, LENGTHS, entry, lawful, spec
-from places import RESULTS, ROOT
+from places import ROOT
 
 from attnbench import AttentionSpec, Mask, Plan
 from attnbench.choosing.regret import PERCENTILE_95, Asked, Score, held_out, summarised
@@ -20,7 +20,6 @@ from attnbench.kernels.registry import registry
 from attnbench.tables.table import Entry, Table
 from examples import examples
 
-H200 = RESULTS / "nvidia-h200"
 SHIPPED = ROOT / "attnbench" / "tables" / "nvidia-h200.json"
 PLAIN = [spec(length) for length in LENGTHS]
 
@@ -118,28 +117,6 @@ def test_torch_takes_the_first_of_its_backends_for_both_passes_where_it_can():
 
 
 check = partial(attnbench, "table", "check")
-
-
-STEADY, UNSTEADY = ("facts", "keys", "quick"), ("inference", "training")
-
-
-@cache
-def measured(sweeps: tuple[str, ...]) -> Table:
-    """What was measured on an H200, with every plan of both directions."""
-    from attnbench.harness.results.condense import join_sweeps
-    from attnbench.harness.results.records import read_measurements
-    from attnbench.harness.results.store import measurements_file
-
-    files = [measurements_file(H200 / name) for name in sweeps]
-    return join_sweeps({str(file): list(read_measurements(file)) for file in files})
-
-
-@pytest.mark.parametrize("sweeps", [STEADY, UNSTEADY])
-@pytest.mark.exhaustive
-def test_the_committed_rows_choose_well_for_one_another(sweeps):
-    scores = list(held_out(measured(sweeps), registry(), splits=3))
-    assert all(summary.passes for summary in summarised(score for score in scores if score.steady))
-    assert {score.spec.direction for score in scores} == {"forward", "training"}
 
 
 def test_the_table_that_ships_keeps_the_bounds_however_it_is_halved():
