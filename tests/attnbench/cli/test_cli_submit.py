@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from command_line import Run, attnbench, fails, named
+from compared import written
 from flat import changed
 from places import ROOT
 from reported import lost
 from submitted import H200, SPECS, honest, visited
 
-from attnbench.harness.results.records import Measurement
 from attnbench.tables.table import Table
 
 ROWS = honest()
 H900 = replace(H200, device_name="NVIDIA H900")
-
-
-def folder(path: Path, rows: Sequence[Measurement]) -> Path:
-    path.mkdir()
-    (path / "measurements.jsonl").write_text("".join(row.to_line() + "\n" for row in rows))
-    return path
 
 
 @pytest.fixture
@@ -41,7 +34,7 @@ def reasons(run: Run) -> list[str]:
 
 
 def test_honest_results_make_a_file_named_after_the_device(here: Path, tmp_path: Path) -> None:
-    run = attnbench("submit", folder(tmp_path / "mine", ROWS))
+    run = attnbench("submit", written(tmp_path / "mine", ROWS))
     assert (run.returncode, run.stderr) == (0, "")
     assert [path.name for path in here.iterdir()] == ["nvidia-h200.json"]
     assert "36 plans at 12 shapes of NVIDIA H200; every check passed" in run.stdout
@@ -54,7 +47,7 @@ def test_honest_results_make_a_file_named_after_the_device(here: Path, tmp_path:
 
 def test_rows_without_two_visits_that_agree_are_left_out_and_counted(here: Path, tmp_path: Path) -> None:
     rows = [visited(row, row.median_ms(), 3 * row.median_ms()) for row in ROWS[:4]] + ROWS[4:]
-    run = attnbench("submit", folder(tmp_path / "mine", rows))
+    run = attnbench("submit", written(tmp_path / "mine", rows))
     assert run.returncode == 0, run.stderr
     assert "4 of 36 rows are left out" in run.stdout
     assert len(Table.load(here / "nvidia-h200.json").entries) == 32
@@ -64,10 +57,10 @@ def test_all_reasons_are_given_and_the_old_file_stays(here: Path, tmp_path: Path
     (here / "nvidia-h200.json").write_text("mine")
     rows = [changed(ROWS[0], error={"normal": {"out": 0.3}}), *ROWS[1:5]]
     rows.append(lost("fa3:fp8", "crashed", "in /home/alice/\x1b[2Jx.py", SPECS[0], environment=H200))
-    broken = folder(tmp_path / "broken", ROWS[5:7])
+    broken = written(tmp_path / "broken", ROWS[5:7])
     text = (broken / "measurements.jsonl").read_text()
     (broken / "measurements.jsonl").write_text(re.sub(r'"out":[\d.e-]+', '"out":NaN', text, count=1))
-    run = attnbench("submit", folder(tmp_path / "mine", rows), broken)
+    run = attnbench("submit", written(tmp_path / "mine", rows), broken)
     fails(run, 1, "attnbench: not to be shared, for 4 reasons:")
     found = reasons(run)
     assert len(found) == 4
@@ -78,7 +71,7 @@ def test_all_reasons_are_given_and_the_old_file_stays(here: Path, tmp_path: Path
 
 
 def test_a_gpu_whose_peak_is_unknown_is_told_what_to_add(here: Path, tmp_path: Path) -> None:
-    run = attnbench("submit", folder(tmp_path / "mine", [changed(row, environment=H900) for row in ROWS]))
+    run = attnbench("submit", written(tmp_path / "mine", [changed(row, environment=H900) for row in ROWS]))
     fails(run, 1, "the peak of NVIDIA H900 is not known", "harness/results/peaks.py")
     assert list(here.iterdir()) == []
 
@@ -89,12 +82,12 @@ def test_a_first_table_of_a_gpu_is_offered_as_the_one_that_ships(
     from attnbench.harness.results.peaks import PEAK_TFLOPS
 
     monkeypatch.setitem(PEAK_TFLOPS, "NVIDIA H900", PEAK_TFLOPS["NVIDIA H200"])
-    run = attnbench("submit", folder(tmp_path / "mine", [changed(row, environment=H900) for row in ROWS]))
+    run = attnbench("submit", written(tmp_path / "mine", [changed(row, environment=H900) for row in ROWS]))
     assert "with this file as attnbench/tables/nvidia-h900.json and its rows below results/nvidia-h900/" in run.stdout
 
 
 def test_reports_of_conformance_are_held_against_the_table(here: Path, tmp_path: Path) -> None:
-    mine, reports = folder(tmp_path / "mine", ROWS), tmp_path / "reports"
+    mine, reports = written(tmp_path / "mine", ROWS), tmp_path / "reports"
     reports.mkdir()
     fails(attnbench("submit", mine, "--conformance", reports), 1, "holds no report")
     committed = (ROOT / "results/nvidia-h200/conformance/fa3.md").read_text()
@@ -109,7 +102,7 @@ def test_reports_of_conformance_are_held_against_the_table(here: Path, tmp_path:
 
 
 def test_a_table_that_was_edited_by_hand_is_told_apart(here: Path, tmp_path: Path) -> None:
-    assert attnbench("submit", folder(tmp_path / "mine", ROWS)).returncode == 0
+    assert attnbench("submit", written(tmp_path / "mine", ROWS)).returncode == 0
     path = here / "nvidia-h200.json"
     text = path.read_text()
     for old, new, said in (
@@ -126,10 +119,10 @@ def test_a_table_that_was_edited_by_hand_is_told_apart(here: Path, tmp_path: Pat
 
 
 def test_misuse_and_places_that_cannot_be_written(here: Path, tmp_path: Path) -> None:
-    mine = folder(tmp_path / "mine", ROWS)
+    mine = written(tmp_path / "mine", ROWS)
     (here / "file").touch()
     named(attnbench("submit", mine, "-o", here / "file" / "x.json"), 1, "cannot be written")
-    fails(attnbench("submit", folder(tmp_path / "none", [])), 1, "there is no measurement")
+    fails(attnbench("submit", written(tmp_path / "none", [])), 1, "there is no measurement")
     empty = tmp_path / "empty"
     empty.mkdir()
     fails(attnbench("submit", mine, empty), 1, "empty/measurements.jsonl")

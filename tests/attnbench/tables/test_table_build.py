@@ -3,14 +3,14 @@
 import re
 import shlex
 from dataclasses import replace
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from pathlib import Path
 
+import merged
 import pytest
 import torch
 from command_line import attnbench
 from fakes import an_environment
-from flat import measurement
 from places import ROOT
 
 from attnbench import AttentionSpec
@@ -32,19 +32,11 @@ COMMANDS = re.findall(
 )
 SPEC = AttentionSpec.make(batch=1, heads=4, seqlen_q=1024, head_dim=64)
 HERE = an_environment(power_cap_w=700, origins={"fast": "a wheel"})
-BEGAN = datetime(2026, 1, 1, tzinfo=timezone.utc)
 
 
-def row(plan: str = "fast:bf16", hours: float = 0, call: float = 1.0, status: str = "ok", **more) -> Measurement:
-    numbers = {
-        "time_ms": {"call": [call]}, "error": {"normal": {"out": 0.01}}, "bound": 0.1, "declared_error": 0.1,
-        "truth": "exact", "timer": "a clock", "drawn_on": "cpu",
-    }  # fmt: skip
-    facts = {
-        "case": "a case", "spec": SPEC, "plan": plan, "status": status, "started": BEGAN + timedelta(hours=hours),
-        "environment": HERE, "reason": None if status == "ok" else "it is so", **more,
-    }  # fmt: skip
-    return measurement(**{**(numbers if status in ("ok", "inaccurate") else {}), **facts})
+def row(plan: str = "fast:bf16", hours: float = 0, call: float = 1.0, **more) -> Measurement:
+    facts = {"spec": SPEC, "started": merged.WHEN + timedelta(hours=hours), "environment": HERE, **more}
+    return merged.row(0, plan, **(facts if "status" in more else {**facts, "time_ms": {"call": [call]}}))
 
 
 def times(table: Table) -> dict[str, float | None]:
@@ -85,12 +77,6 @@ def test_a_power_cap_and_an_origin_bind_only_where_both_know_theirs():
 # --- the command ---
 
 
-def folder(path: Path, *rows: Measurement) -> Path:
-    path.mkdir()
-    (path / "measurements.jsonl").write_text("".join(each.to_line() + "\n" for each in rows))
-    return path
-
-
 def build(*arguments: object) -> None:
     from attnbench.cli.tables.table import app
 
@@ -99,14 +85,15 @@ def build(*arguments: object) -> None:
 
 def test_the_command_takes_folders_and_files_and_says_what_it_wrote(tmp_path, capsys):
     one, two = (
-        folder(tmp_path / "one", row()),
-        folder(tmp_path / "two", row("slow:bf16"), row("gone:bf16", status="refused")),
+        merged.part(tmp_path / "one", [row()]),
+        merged.part(tmp_path / "two", [row("slow:bf16"), row("gone:bf16", status="refused")]),
     )
     build(one, two / "measurements.jsonl", "-o", tmp_path / "table.json")
     assert times(Table.load(tmp_path / "table.json")) == {"fast:bf16": 1.0, "slow:bf16": 1.0}
     assert "2 entries from" in capsys.readouterr().out
+    other = merged.part(tmp_path / "three", [row(environment=replace(HERE, torch="9.9"))])
     with pytest.raises(AttnbenchError, match="must not be mixed"):
-        build(one, folder(tmp_path / "three", row(environment=replace(HERE, torch="9.9"))), "-o", tmp_path / "no.json")
+        build(one, other, "-o", tmp_path / "no.json")
     assert not (tmp_path / "no.json").exists()
 
 
