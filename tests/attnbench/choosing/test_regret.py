@@ -39,17 +39,6 @@ def shuffled(table: Table, seed: int = 0) -> Table:
     return Table.from_entries(table.environment, dealt)
 
 
-def test_a_spec_is_never_among_those_that_choose_for_it():
-    """One spec where everything is the other way round cannot be foreseen, and costs in every split."""
-    table = lawful()
-    odd = spec(2048, mask=Mask())
-    turned = {"near:bf16": 9.0, "far:bf16": 5.0, "far:fp8": 1.0}
-    entries = {**table.entries, **{(odd, Plan(name)): entry(odd, name, time, 0.06) for name, time in turned.items()}}
-    scores = list(held_out(Table(table.environment, entries), KNOWN, questions=[Asked(True)]))
-    assert len([each for each in scores if each.spec == odd]) == 5  # once a split
-    assert all(each.regret >= 4 for each in scores if each.spec == odd and str(each.plan) != "far:fp8")
-
-
 def test_an_error_that_no_neighbour_shows_is_a_violation():
     def with_error_at(length: int) -> list[Score]:
         table = lawful({**LAWS, "far:fp8": (0.001, 0.1, 0.06)}, PLAIN)

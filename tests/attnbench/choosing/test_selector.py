@@ -14,7 +14,6 @@ from attnbench.choosing.candidate import Candidate
 from attnbench.choosing.ranking import Ranking
 from attnbench.errors import BudgetError, NoPlanError, RefusedError
 from attnbench.tables.table import Entry, Table
-from attnbench.tables.user_table import Known
 
 
 def test_measured_times_decide_and_fp8_waits_to_be_asked():
@@ -121,18 +120,6 @@ def test_a_tie_goes_to_the_more_accurate_then_to_the_first_in_the_declared_order
     assert tied(1.0, 1.009, 1.009) == "slow:bf16"
 
 
-def test_one_shape_of_the_user_s_own_hides_no_sweep_of_its_neighbours(monkeypatch):
-    """In the user's one spec slow wins; at all that ship, near the one that is asked, fast does."""
-    user = table(entry("slow:bf16", 1.0), entry("fast:bf16", 2.0))
-    lengths = [spec(seqlen_q=length) for length in (2048, 4096, 8192)]
-    shipped = table(
-        *(entry(f"{name}:bf16", time, at) for at in lengths for name, time in (("slow", 9.0), ("fast", 3.0)))
-    )
-    monkeypatch.setattr("attnbench.choosing.selector.known_tables", lambda device: Known((user, shipped)))
-    assert str(pick(table=None).plan) == "slow:bf16"
-    assert str(pick(spec(batch=2, seqlen_q=4096), table=None).plan) == "fast:bf16"
-
-
 def test_noise_is_half_the_spread_of_both_between_its_bounds():
     def winner(ratio: float, spread: float) -> str:
         rows = [Entry(spec(), Plan(name), "ok", time, time * spread, {"normal": 0.002})
@@ -142,13 +129,6 @@ def test_noise_is_half_the_spread_of_both_between_its_bounds():
     assert [winner(1.009, 0.0), winner(1.011, 0.0)] == ["slow:bf16", "fast:bf16"]
     assert [winner(1.019, 0.028), winner(1.021, 0.028)] == ["slow:bf16", "fast:bf16"]
     assert [winner(1.029, 1.4), winner(1.031, 1.4)] == ["slow:bf16", "fast:bf16"]
-
-
-def test_fp8_is_not_trusted_with_more_keys_than_it_was_measured_with():
-    assert str(pick(spec(seqlen_kv=1000), fp8=True, max_error=0.15).plan) == "fast:fp8"
-    longer = pick(spec(seqlen_kv=1100), fp8=True, max_error=0.15)
-    assert str(longer.plan) == "fast:bf16"
-    assert verdicts(longer)["fast:fp8"] == "unmeasured"
 
 
 @pytest.mark.parametrize(("growth", "longest"), [(1.0, 2**20), (1.2, 2048), (2.0, 1024)])

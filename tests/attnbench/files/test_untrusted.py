@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnbench import AttentionSpec, Mask, Plan
-from attnbench.errors import AttnbenchError, InputError, MalformedFileError, NewerFileError
-from attnbench.files.untrusted import check_schema, open_regular
+from attnbench.errors import AttnbenchError, InputError, MalformedFileError
+from attnbench.files.untrusted import open_regular
 from attnbench.kernels.registry import registry
 from attnbench.tables.environment import Environment
 from attnbench.text.printable import brief, printable
@@ -41,13 +41,6 @@ def test_what_is_printable_stays_and_nothing_else(text: str) -> None:
     assert shown.isprintable()
     assert len(shown) == len(text)
     assert all(one == other for one, other in zip(text, shown, strict=True) if one.isprintable())
-
-
-@pytest.mark.parametrize("schema", [None, "attnbench.table/2", "attnbench.row/1", "attnbench.row/3"])
-def test_the_line_of_a_schema_that_is_not_known_is_named(schema: str | None) -> None:
-    with pytest.raises(MalformedFileError, match=r"^rows\.jsonl:7: ") as caught:
-        check_schema(Path("rows.jsonl"), schema, "attnbench.row/2", 7)
-    assert isinstance(caught.value, NewerFileError) is (schema == "attnbench.row/3")
 
 
 def test_a_file_and_a_link_to_one_are_read(tmp_path: Path) -> None:

@@ -143,17 +143,3 @@ def test_paths_that_cannot_be(bad):
 def test_missing_has_three_words(path):
     with pytest.raises(InputError, match="record, raise, choose"):
         freeze(path, missing="ignore")
-
-
-def test_packed_batches_of_new_lengths_are_chosen_by_the_buckets_that_were_recorded(path):
-    def run(*lengths: int) -> torch.Tensor:
-        starts = torch.tensor((0, *lengths)).cumsum(0).int()
-        q = torch.ones(sum(lengths), 2, 16, dtype=torch.bfloat16)
-        return attention(q, q, q, layout="thd", cu_seqlens_q=starts, is_causal=True)
-
-    with freeze(path):
-        run(30, 9, 20)
-    with freeze(path, missing="raise"):
-        run(10, 31, 21)
-        with pytest.raises(FrozenError, match="packed91 "):
-            run(30, 9, 30)

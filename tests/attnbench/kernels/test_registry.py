@@ -8,7 +8,7 @@ from fakes import ROW, FakeBackward, FakeForward, fake_backend, fake_registry
 from attnbench import AttentionSpec, Mask, Plan
 from attnbench.errors import AttnbenchError, UnknownBackendError
 from attnbench.kernels.capabilities import Capabilities, Device
-from attnbench.kernels.contract import Availability, Backend
+from attnbench.kernels.contract import Backend
 from attnbench.problem.spec import DTYPES
 
 CPU = Device("cpu", "A CPU")
@@ -131,14 +131,6 @@ def test_a_row_reads_every_field_of_a_spec():
     Capabilities(dtypes=("bf16",)).refusals(asked, H200)
     unread = {each.name for each in fields(AttentionSpec)} - read
     assert unread == {"scale"}, "any number is served; what a kernel cannot scale by it refuses in further_refusals"
-
-
-def test_availability_is_asked_once():
-    asked = []
-    backend = Backend("once", "counts", lambda: asked.append(1) or Availability(version="1"), ())
-    known = fake_registry(backend)
-    assert [known.availability("once").version for _ in range(3)] == ["1"] * 3
-    assert len(asked) == 1
 
 
 def test_two_backends_of_one_name_and_foreign_kernels_are_errors():

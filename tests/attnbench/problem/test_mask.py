@@ -63,14 +63,6 @@ def test_what_is_pickled_of_a_spec_is_its_fields():
     assert {again: 1}[spec] == 1
 
 
-def test_flops_count_what_the_mask_leaves():
-    full = AttentionSpec.make(batch=2, heads=4, seqlen_q=128, head_dim=64)
-    assert full.flops == 4 * 2 * 4 * 128 * 128 * 64
-    causal = full.replace(mask=Mask(None, 0))
-    assert causal.flops == full.flops * (128 * 129 / 2) / 128**2
-    assert causal.replace(direction="training").flops == 3.5 * causal.flops
-
-
 @pytest.mark.parametrize(
     ("change", "word"),
     [

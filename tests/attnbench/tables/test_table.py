@@ -97,31 +97,14 @@ def test_merging_takes_the_newer_entry_and_keeps_what_only_the_older_saw():
     assert merged.at(SPEC.replace(batch=3)) == {}
 
 
-def test_on_a_slower_host_only_the_host_s_part_of_calls_is_longer():
-    host, device = (
-        one(time=2.0, spread_ms=0.2, host_ms=2.0, device_ms=1.0),
-        one("b:fp8", 4.0, host_ms=3.0, device_ms=4.0),
-    )
-    table = Table.from_entries(an_environment(), [host, device, one("c:bf16", 5.0)], 0.01)
-    found = table.on_host(0.015)
-    assert found.launch_ms == 0.015
-    assert found.at(SPEC) == {
-        Plan("a:bf16"): replace(host, time_ms=3.0, host_ms=3.0, spread_ms=pytest.approx(0.3)),
-        Plan("b:fp8"): replace(device, time_ms=4.5, host_ms=4.5),
-        Plan("c:bf16"): one("c:bf16", 5.0),
-    }
-    assert found.on_host(0.001).at(SPEC)[Plan("a:bf16")].time_ms == 1.0  # the device's
-    assert found.on_host(None) is found
-    unknown = replace(table, launch_ms=None)
-    assert unknown.on_host(0.01) is unknown
-
-
 @given(entries, st.floats(1e-5, 1e5))
 def test_an_entry_on_any_host_can_be_written(found, slower):
     moved = found.on_host(slower)
     for times in (moved.time_ms, moved.host_ms, moved.device_ms):
         assert times is None or 1e-6 <= times <= 1e9
     assert moved.device_ms == found.device_ms
+    if None not in (found.time_ms, found.host_ms, found.device_ms):
+        assert moved.time_ms == max(moved.host_ms, moved.device_ms)
 
 
 @pytest.mark.parametrize("launches", [(0.01, 0.02), (0.02, 0.01), (0.01, None), (None, 0.01)])
