@@ -160,11 +160,6 @@ def test_a_scaled_table_keeps_errors_and_versions_and_takes_this_gpu_s_facts():
     assert (kept.backends, kept.torch, kept.driver) == ({"fast": "0.9"}, "2.8.0", "570.1")
 
 
-def test_a_failed_entry_has_no_time_anywhere():
-    failed = Entry(spec(), Plan("fast:bf16"), "oom", reason="no memory")
-    assert list(scaled(Table.from_entries(H200, [failed]), H100).entries.values()) == [failed]
-
-
 @pytest.mark.parametrize(
     "here",
     [
