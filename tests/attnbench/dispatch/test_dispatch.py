@@ -2,12 +2,14 @@
 
 import sys
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
 from patience import PATIENCE
 from problems import tensors
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from attnbench import api, attention, explain, use_backend
 from attnbench.dispatch import memory
@@ -159,6 +161,19 @@ def test_eight_threads_ask_each_for_its_own():
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_a_context_reaches_what_a_checkpoint_computes_again(ran):
+    """The backward runs outside of the block, on a GPU in another thread: checkpoint's context_fn brings it there."""
+    x = [each.requires_grad_() for each in tensors()]
+
+    def contexts():
+        return nullcontext(), use_backend("emulated:fp8")
+
+    with use_backend("emulated:fp8"):
+        out = checkpoint(attention, *x, use_reentrant=False, context_fn=contexts)
+    out.sum().backward()
+    assert [plan for plan, _ in ran] == ["emulated:fp8", "emulated:fp8"]
 
 
 def test_a_rule_warns_at_the_first_call_of_a_question_alone(monkeypatch):

@@ -103,5 +103,6 @@ def test_what_is_no_number_or_should_be_nothing_is_found_at_once_and_forgotten()
         assert (found.error, found.evidence) == (math.inf, math.inf)
     assert detector.add([0.0], [0.0]) is None
     assert detector.add([1e-30], [0.0]).error == math.inf
-    assert detector.add([1.0], [1.0])
+    assert detector.add([1.0], [1.0]).error == 1.0
+    assert detector.add([4.0], [1.0]).error == 2.0  # of the checks since the last alarm
     assert first_alarm(detector, checks(random.Random(3), even, 1.0, 1000)) is None
