@@ -94,13 +94,7 @@ class TeBackward(CudnnBackward):
         """On the Q, K, V that the forward computed with."""
         spec, lse = saved.spec, saved.lse
         assert lse is not None
-        tensors, lengths = (*saved.operands.tensors(), saved.out, grad_out), saved.operands.lengths
-        if lengths is not None:
-            q, k, v, out, grad = (tokens(x) for x in tensors)
-            found = te_library.backward(spec, q, k, v, out, grad, lse, lengths.starts, {})
-            dq, dk, dv = (x.transpose(0, 1)[None] for x in found)
-            return dq, dk, dv
-        q, k, v, out, grad = (bshd(x) for x in tensors)
+        q, k, v, out, grad = (bshd(x) for x in (*saved.operands.tensors(), saved.out, grad_out))
         seqlens = seqlens_of(spec, grad_out.device)
         dq, dk, dv = te_library.backward(spec, q, k, v, out, grad, lse, seqlens, {})
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)

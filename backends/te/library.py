@@ -152,15 +152,13 @@ def backward(
     spec: AttentionSpec, q: Any, k: Any, v: Any, out: Any, grad_out: Any, lse: Tensor, seqlens: tuple[Tensor, Tensor],
     quantizers: Mapping[str, Any],
 ) -> tuple[Any, Any, Any]:  # fmt: skip
-    """dQ, dK, dV in (B, S, H, D), or (T, H, D); ``lse`` (B, H, Sq) may come from another forward, since nothing is
-    dropped out.
-    """
-    stats = (lse if spec.lengths is None else lse[0].mT).to(torch.float32).contiguous().unsqueeze(-1)
+    """dQ, dK, dV in (B, S, H, D); ``lse`` (B, H, Sq) may come from another forward, since nothing is dropped out."""
+    stats = lse.to(torch.float32).contiguous().unsqueeze(-1)
     random_state = torch.zeros(2, dtype=torch.int64, device=stats.device)
     with _on(stats.device):
         dq, dk, dv, *_ = library().backward(
             spec.seqlen_q, spec.seqlen_kv, *seqlens, q, k, v, out, grad_out, gradient_dtype(spec),
-            [stats, random_state], _implementation(quantizers), **_formats(spec), **quantizers,
+            [stats, random_state], _implementation(quantizers), do_format="bshd", dqkv_layout=_LAYOUT, **quantizers,
             **_common(spec, seqlens),
         )  # fmt: skip
     return dq, dk, dv
@@ -188,13 +186,6 @@ def seqlens_of(spec: AttentionSpec, device: torch.device) -> tuple[Tensor, Tenso
         for length in (spec.seqlen_q, spec.seqlen_kv)
     )
     return q, k
-
-
-def _formats(spec: AttentionSpec) -> dict[str, str]:
-    """How the gradients lie."""
-    if spec.lengths is None:
-        return {"do_format": "bshd", "dqkv_layout": _LAYOUT}
-    return {"do_format": "thd", "dqkv_layout": _PACKED_LAYOUT}
 
 
 def _common(spec: AttentionSpec, seqlens: tuple[Tensor, Tensor]) -> dict[str, Any]:

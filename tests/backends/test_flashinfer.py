@@ -12,13 +12,9 @@ from agreement import descales_are_used, quantised_attention_agrees
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from problems import Problem, problems
-from torch import Tensor
 
 from attnbench.backends import flashinfer
-from attnbench.errors import InputError
 from attnbench.kernels.capabilities import Device
-from attnbench.kernels.contract import BackwardKernel, Inputs
-from attnbench.problem.fp8 import Recipe, quantise
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 
@@ -86,44 +82,3 @@ def test_descales_of_any_size_are_used(granularity: str, dims: tuple[int, int], 
     spec = SPEC.replace(head_dim=dims[0], head_dim_v=dims[1], dtype="e4m3", descale=granularity)
     assert KERNEL.refusals(spec, H200) == []
     descales_are_used(KERNEL, spec, seed)
-
-
-def test_contiguous_tensors_are_not_copied_and_others_are() -> None:
-    def folded(x: Tensor) -> bool:
-        return flashinfer._folded(x).data_ptr() == x.data_ptr()
-
-    x = torch.zeros(2, 3, 40, 64).to(torch.float8_e4m3fn)
-    assert folded(x)
-    assert folded(x[:, :, :7])  # keys cut off
-    assert folded(x[:1].transpose(1, 2).contiguous().transpose(1, 2))
-    assert not folded(x.transpose(1, 2).contiguous().transpose(1, 2))
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"softcap": 5.0}, "no softcap"),
-        ({"head_dim": 264, "head_dim_v": 264}, "outside 1 to 256"),
-        ({"mask": Mask(left=5, right=0)}, "no window mask"),
-        ({"seqlen_q": 99, "mask": Mask(right=0)}, "no top-left alignment for 99 queries"),
-        ({"scale": -1.0}, "positive scale"),
-        ({"batch": 2**14}, "takes at most 65535 heads"),
-        ({"dtype": "e5m2", "descale": "head"}, "not e5m2"),
-        ({"dtype": "e4m3", "descale": "token"}, "not per token"),
-    ],
-)
-def test_refusals(changes: dict[str, object], sentence: str) -> None:
-    assert KERNEL.refusals(SPEC, H200) == []
-    assert KERNEL.refusals(SPEC.replace(mask=Mask(right=0)), H200) == []
-    assert KERNEL.refusals(SPEC.replace(seqlen_q=99, mask=Mask(right=0, alignment="bottom-right")), H200) == []
-    assert sentence in " ".join(KERNEL.refusals(SPEC.replace(**changes), H200))
-    for device in (Device("cuda", "an A100", (8, 0)), Device("cuda", "a B200", (10, 0)), Device("cpu", "CPU")):
-        assert KERNEL.refusals(SPEC, device)
-    assert not any(isinstance(kernel, BackwardKernel) for kernel in flashinfer.BACKEND.kernels)
-
-
-@pytest.mark.parametrize("recipe", [Recipe("head", "e5m2"), Recipe("token"), Recipe("head", rotation="hadamard")])
-def test_tensors_that_are_not_plain_are_an_error(recipe: Recipe) -> None:
-    x = quantise(torch.randn(1, 1, 8, 16), recipe, rotate=True)
-    with pytest.raises(InputError, match=r"FlashInfer (takes|computes)"):
-        KERNEL.prepare(Inputs(x, x, x), AttentionSpec.make(batch=1, heads=1, seqlen_q=8, head_dim=16))

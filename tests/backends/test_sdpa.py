@@ -12,10 +12,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from packed import Documents, answers, documents
 from problems import Problem, every_mask, problems, tensors_of
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from attnbench.backends.common.layout import aligned
 from attnbench.backends.sdpa import cudnn as sdpa_cudnn
 from attnbench.backends.sdpa import efficient as sdpa_efficient
 from attnbench.backends.sdpa import flash as sdpa_flash
@@ -40,10 +38,6 @@ def small(dtype: str, **changes: object) -> AttentionSpec:
     )
 
 
-def tensors(spec: AttentionSpec, layout: str = "bhsd") -> list[Tensor]:
-    return tensors_of(Problem(spec, layout, False, 0))
-
-
 @given(problems(), st.sampled_from(["sdpa-flash", "sdpa-math"]), st.booleans())
 @example(
     Problem(small("bf16", seqlen_q=7, seqlen_kv=3, mask=Mask(right=0, alignment="bottom-right")), "bshd", False, 0),
@@ -65,7 +59,7 @@ def test_cpu_kernels_agree_with_dense_fp64(problem: Problem, family: str, foreig
 def test_nothing_else_answers(name: str) -> None:
     spec = small(name.partition(":")[2])
     forward, backward = FORWARDS[name], BACKWARDS[name]
-    q, k, v, grad = tensors(spec)
+    q, k, v, grad = tensors_of(Problem(spec, "bhsd", False, 0))
     operands = forward.prepare(Inputs(q, k, v), spec)
     with profile(activities=[ProfilerActivity.CPU]) as first:
         result = forward.run(operands)
@@ -77,30 +71,6 @@ def test_nothing_else_answers(name: str) -> None:
     others = {each.evidence["cpu"] for each in (*FORWARDS.values(), *BACKWARDS.values()) if "cpu" in each.evidence}
     others -= {forward.evidence["cpu"]}
     assert not any(re.search(pattern, key) for pattern in others for key in ran[0])
-
-
-def test_prepare_copies_nothing_that_the_kernel_can_read() -> None:
-    spec = AttentionSpec.make(batch=2, heads=2, seqlen_q=8, head_dim=16, dtype="bf16")
-    for layout in ("bhsd", "bshd"):
-        for x in tensors(spec, layout):
-            assert aligned(x) is x
-
-
-@pytest.mark.parametrize(
-    "broken",
-    [
-        lambda x: x.mT.contiguous().mT,  # rows not contiguous
-        lambda x: torch.nn.functional.pad(x, (0, 1))[..., :-1],  # rows at odd addresses
-        lambda x: torch.nn.functional.pad(x.flatten(), (1, 0))[1:].view_as(x),  # storage at an odd address
-    ],
-)
-def test_prepare_copies_what_the_kernel_cannot_read(broken: object) -> None:
-    assert callable(broken)
-    x = torch.randn(2, 3, 5, 16, dtype=torch.bfloat16)
-    copy = aligned(broken(x))
-    assert torch.equal(copy, x)
-    assert aligned(copy) is copy
-    assert copy.data_ptr() % 16 == 0
 
 
 def rows_of(mask: Mask, sq: int, skv: int) -> list[list[int]]:
@@ -133,46 +103,6 @@ def test_score_matrices_beyond_memory_are_refused_before_anything_is_allocated()
     flash = FORWARDS["sdpa-flash:bf16"]
     assert flash.refusals(long.replace(mask=Mask(right=0)), CPU) == []
     assert "mask as a tensor" in flash.refusals(long.replace(mask=Mask(left=9, right=0)), CPU)[0]
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "sentence"),
-    [
-        ("sdpa-flash:bf16", {"head_dim": 264, "head_dim_v": 264}, "outside 8 to 256"),
-        ("sdpa-flash:bf16", {"head_dim": 60, "head_dim_v": 60}, "no multiple of 8"),
-        ("sdpa-flash:fp32", {"dtype": "fp32"}, "runs on cpu, not on cuda"),
-        ("sdpa-flash:bf16", {"seqlen_q": 999, "mask": Mask(right=0)}, "beyond all"),
-        ("sdpa-cudnn:bf16", {"mask": Mask(left=5, right=0)}, "no window mask"),
-        ("sdpa-cudnn:bf16", {"seqlen_q": 7, "mask": Mask(right=0, alignment="bottom-right")}, "no bottom-right"),
-        ("sdpa-cudnn:bf16", {"seqlen_kv": 1}, "single key"),
-        ("sdpa-cudnn:bf16", {"scale": -0.1}, "a scale above 0"),
-        ("sdpa-flash:bf16", {"scale": 0.0}, "a scale above 0"),
-        ("sdpa-efficient:bf16", {"mask": Mask(left=5, right=3)}, "diagonals"),
-        ("sdpa-efficient:bf16", {"seqlen_q": 999, "mask": Mask(right=0, alignment="bottom-right")}, "no key"),
-    ],
-)
-def test_limits_on_cuda(name: str, changes: dict[str, object], sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, seqlen_kv=256, head_dim=64)
-    assert FORWARDS[name].refusals(spec, H200) == [] or "dtype" in changes
-    assert sentence in " ".join(FORWARDS[name].refusals(spec.replace(**changes), H200))
-
-
-def test_limits_of_the_backward_and_of_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    end = Mask(left=5, right=0, alignment="bottom-right")
-    window = AttentionSpec.make(batch=1, heads=2, seqlen_q=64, seqlen_kv=256, head_dim=64, mask=end)
-    assert FORWARDS["sdpa-efficient:bf16"].refusals(window, H200) == []
-    assert "left side" in BACKWARDS["sdpa-efficient:bf16"].refusals(window, H200)[0]
-    wide = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, head_dim=224, direction="training")
-    ada = Device("cuda", "an Ada GPU", (8, 9))
-    assert "backward" in BACKWARDS["sdpa-flash:bf16"].refusals(wide, ada)[0]
-    assert BACKWARDS["sdpa-flash:bf16"].refusals(wide, H200) == []
-    assert "above 128" in FORWARDS["sdpa-cudnn:bf16"].refusals(wide, ada)[0]
-    assert "takes at most" in FORWARDS["sdpa-flash:bf16"].refusals(wide.replace(batch=2**16), H200)[0]
-    assert "compute capability" in FORWARDS["sdpa-flash:bf16"].refusals(wide, Device("cuda", "a V100", (7, 0)))[0]
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert "without CUDA" in FORWARDS["sdpa-flash:bf16"].refusals(wide, H200)[0]
 
 
 @settings(deadline=None)

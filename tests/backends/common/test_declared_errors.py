@@ -37,13 +37,6 @@ def seen() -> MappingProxyType[Plan, tuple[float, AttentionSpec]]:
     return MappingProxyType({plan: (max(each)[0], max(each)[2]) for plan, each in found.items()})
 
 
-def test_the_results_speak_of_every_backend_that_was_measured():
-    assert {plan.forward.partition(":")[0] for plan in seen()} >= {
-        "fa3", "fa4", "cudnn", "te", "flex", "triton", "sage", "flashinfer", "sdpa-flash", "sdpa-cudnn",
-        "sdpa-efficient", "sdpa-math",
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize("plan", sorted(seen(), key=str), ids=str)
 def test_a_plan_declares_what_the_committed_results_show_and_little_more(plan):
     error, spec = seen()[plan]

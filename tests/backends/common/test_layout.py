@@ -1,22 +1,36 @@
-"""Padding of head dimensions: what it adds, what it leaves alone, and that attention does not notice."""
+"""What kernels can read where it lies is not copied; what they cannot is, with the same numbers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from torch import Tensor
 
-from attnbench.backends.common.layout import padded, rounded_up
+from attnbench.backends.common.layout import aligned, padded
+from attnbench.backends.flash_attention import fa4
+from attnbench.backends.flash_attention.fa3_operands import readable
+
+READERS = {
+    "aligned": aligned,
+    "fa3": lambda x: readable(x).transpose(1, 2),
+    "fa4": lambda x: fa4._bshd(x).transpose(1, 2),
+}
 
 
-@given(st.integers(1, 600), st.sampled_from([1, 8, 16, 64]))
-def test_rounding_up_gives_the_smallest_multiple(size: int, step: int) -> None:
-    assert rounded_up(size, step) == next(n for n in range(size, size + step) if n % step == 0)
-
-
-def test_nothing_is_copied_or_cut() -> None:
-    x = torch.randn(2, 3, 4, 16)
-    assert padded(x, 16) is x
-    with pytest.raises(ValueError, match="does not fit"):
-        padded(x, 8)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+def test_only_what_the_kernel_cannot_read_is_copied(read: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    x = torch.randn(2, 4, 8, 32).to(dtype)
+    short = torch.randn(2, 4, 8, 16).to(dtype)  # rows of 16 or 32 bytes
+    for fits in (x, short, x.transpose(1, 2).contiguous().transpose(1, 2), x[:, :, ::2], x[:, 1:2], padded(x, 32)):
+        assert read(fits).data_ptr() == fits.data_ptr()
+    odd = torch.randn(2, 4, 8, 33).to(dtype)
+    shifted = torch.zeros(x.numel() + 1, dtype=dtype)[1:].view(x.shape)
+    for broken in (x.mT.contiguous().mT, odd[..., :32], shifted):
+        copy = read(broken)
+        assert copy.data_ptr() != broken.data_ptr()
+        assert copy.data_ptr() % 16 == 0
+        assert all(stride * copy.element_size() % 16 == 0 for stride in copy.stride()[:-1])
+        assert torch.equal(copy.float(), broken.float())

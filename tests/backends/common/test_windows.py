@@ -46,9 +46,3 @@ def test_a_window_shows_each_query_the_keys_of_the_mask(made: Callable, read: Ca
         assert seen == [list(range(*span)) for span in spans], (mask, sq, skv)
         served += 1
     assert served > (10 if made is bottom_right else 5) * refused > 0
-
-
-def test_what_is_causal_and_what_is_local() -> None:
-    assert [(Window(4, *sides).causal, Window(4, *sides).local) for sides in ((-1, -1), (-1, 0), (-1, 2), (0, -1))] == [
-        (False, False), (True, False), (False, True), (False, True),
-    ]  # fmt: skip

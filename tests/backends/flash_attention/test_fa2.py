@@ -15,8 +15,6 @@ from problems import Problem, problems
 from attnbench.backends.flash_attention import fa2
 from attnbench.kernels.capabilities import Device
 from attnbench.kernels.contract import BackwardKernel, ForwardKernel
-from attnbench.problem.mask import Mask
-from attnbench.problem.spec import AttentionSpec
 from examples import examples
 
 H200 = Device("cuda", "NVIDIA H200", (9, 0))
@@ -48,22 +46,3 @@ def test_both_passes_agree_with_dense_fp64(problem: Problem, foreign: bool) -> N
     assert backward.refusals(spec, H200) == []
     with standins.modules(**FLASH_ATTN):
         assert both_passes_agree(forward, backward, problem, H200, foreign)
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"head_dim": 264, "head_dim_v": 264}, "outside 1 to 256"),
-        ({"seqlen_q": 999, "mask": Mask(right=0)}, "beyond all"),
-        ({"seqlen_q": 999, "mask": Mask(left=5, right=0)}, "last key"),
-        ({"scale": -1.0}, "positive scale"),
-        ({"batch": 2**16}, "takes at most"),
-        ({"dtype": "fp32"}, "takes bf16 tensors"),
-    ],
-)
-def test_refusals_of_both_passes(changes: dict[str, object], sentence: str) -> None:
-    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, seqlen_kv=256, head_dim=64, direction="training")
-    for kernel in (FORWARDS["fa2:bf16"], BACKWARDS["fa2:bf16"]):
-        assert kernel.refusals(spec, H200) == []
-        assert sentence in " ".join(kernel.refusals(spec.replace(**changes), H200))
-        assert "needs compute capability" in kernel.refusals(spec, Device("cuda", "a V100", (7, 0)))[0]

@@ -1,4 +1,4 @@
-"""``fa3``: what it computes through operators of each origin's schema, what it refuses, and where it comes from."""
+"""``fa3`` and vLLM's: what they compute through operators of each origin's schema, and where these come from."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from problems import Problem, problems, tensors_of
 
-from attnbench.backends.flash_attention import fa3, fa3_origins
-from attnbench.backends.flash_attention.fa3_operands import dimensions, readable
+from attnbench.backends.flash_attention import fa3, fa3_origins, fa3_vllm
+from attnbench.backends.flash_attention.fa3_operands import dimensions
 from attnbench.backends.flash_attention.fa3_operator import FORWARD, OperatorError, bound
-from attnbench.errors import InputError
 from attnbench.kernels.capabilities import Device
 from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Saved
 from attnbench.problem.dtypes import TO_TORCH
-from attnbench.problem.fp8 import Recipe, quantise
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 from examples import examples
@@ -71,23 +69,6 @@ def test_sixteen_bits_agree_with_dense_fp64(problem: Problem, foreign: bool, sgl
         assert not sglang or backward.refusals(spec, H200) == ["the build from sglang has no backward"]
 
 
-def test_the_whole_of_a_call_is_that_of_its_two_parts() -> None:
-    """And there is none where tensors are padded or cut, or gradients wanted, or in FP8."""
-    spec = AttentionSpec.make(batch=2, heads=4, kv_heads=2, seqlen_q=33, seqlen_kv=41, head_dim=64)
-    q, k, v, _ = tensors_of(Problem(spec, "bhsd", False, 0))
-    forget()
-    with standins.modules(**official()):
-        kernel = FORWARDS["fa3:bf16"]
-        whole = kernel.whole(spec, "cuda")
-        assert whole is not None
-        parts = kernel.run(kernel.prepare(Inputs(q, k, v), spec))
-        assert all(torch.equal(x, y) for x, y in zip(whole(q, k, v), parts[:2], strict=True))
-        cut: dict[str, object] = {"seqlen_q": 20, "mask": Mask(right=0)}
-        for changes in ({"head_dim": 36, "head_dim_v": 36}, cut, {"direction": "training"}):
-            assert kernel.whole(spec.replace(**changes), "cuda") is None
-        assert FORWARDS["fa3:fp8"].whole(spec, "cuda") is None
-
-
 @given(problems(("bf16", "fp16")))
 @settings(max_examples=examples(20, 200), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_fp8_is_exact_attention_on_what_it_quantised(problem: Problem) -> None:
@@ -102,6 +83,17 @@ def test_fp8_is_exact_attention_on_what_it_quantised(problem: Problem) -> None:
     assert torch.equal(grouped, grouped[..., :1].expand_as(grouped))
 
 
+@given(problems(("bf16", "fp16")), st.booleans())
+@settings(max_examples=examples(20, 200), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_vllm_s_operator_computes_exact_attention_on_what_it_was_given(problem: Problem, fp8: bool) -> None:
+    """Whose schema takes packed sequences alone."""
+    spec, name = problem.spec.replace(direction="forward"), "fp8" if fp8 else problem.spec.dtype
+    kernel = next(each for each in fa3_vllm.BACKEND.kernels if each.name == f"fa3-vllm:{name}")
+    assume(not kernel.refusals(spec, H200))
+    with standins.modules(vllm={}, vllm__vllm_flash_attn={}, vllm__vllm_flash_attn___vllm_fa3_C={}):
+        quantised_attention_agrees(kernel, spec, problem)
+
+
 @pytest.mark.parametrize("granularity", ["tensor", "head"])
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
 def test_descales_that_came_with_the_tensors_are_used_for_each_head(granularity: str, kv_heads: int) -> None:
@@ -114,58 +106,16 @@ def test_descales_that_came_with_the_tensors_are_used_for_each_head(granularity:
         descales_are_used(FORWARDS["fa3:fp8"], spec, 3)
 
 
-def test_tensors_that_are_not_plain_e4m3_are_no_input() -> None:
-    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=4, head_dim=16, dtype="e4m3", descale="head")
-    x = quantise(torch.randn(1, 1, 4, 16), Recipe("head"))
-    rotated = quantise(torch.randn(1, 1, 4, 16), Recipe("head", rotation="hadamard"), rotate=True)
-    wrong = quantise(torch.randn(1, 1, 4, 16), Recipe("head", "e5m2"))
-    for other, said in ((rotated, "rotated"), (wrong, "e5m2")):
-        with pytest.raises(InputError, match=said):
-            FORWARDS["fa3:fp8"].prepare(Inputs(x, other, x), spec)
-
-
 @given(st.integers(1, 256), st.integers(1, 256), st.booleans(), st.booleans())
 def test_padded_dimensions_are_the_library_s(d: int, dv: int, fp8: bool, backward: bool) -> None:
+    """Equal but for one pair of ranges, which random problems do not reach."""
     wide, wide_v = dimensions(d, dv, fp8, backward)
     step = 16 if fp8 else 8
     assert wide % step == wide_v % step == 0
     assert d <= wide <= 256
     assert dv <= wide_v <= 256
-    if wide != wide_v:
-        assert not backward
-        assert 128 < wide <= 192
-        assert 96 < wide_v <= 128
-    if d == dv:
-        assert wide < d + step
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
-def test_only_what_tma_cannot_load_is_copied(dtype: torch.dtype) -> None:
-    x = torch.randn(2, 4, 8, 32).to(dtype)
-    short = torch.randn(2, 4, 8, 16).to(dtype)  # rows of 16 or 32 bytes
-    for fits in (x, short, x.transpose(1, 2).contiguous().transpose(1, 2), x[:, :, ::2], x[:, 1:2]):
-        assert readable(fits).data_ptr() == fits.data_ptr()
-    odd = torch.randn(2, 4, 8, 33).to(dtype)
-    for broken in (x[:, :1].expand(2, 4, 8, 32), x.mT.contiguous().mT, odd[..., :32], odd[:, :, :1, :32]):
-        copy = readable(broken)
-        assert copy.data_ptr() != broken.data_ptr()
-        assert all(stride * copy.element_size() % 16 == 0 for stride in copy.stride()[:-1])
-        assert torch.equal(copy.float(), broken.transpose(1, 2).float())
-
-
-def test_refusals() -> None:
-    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=9, seqlen_kv=4, head_dim=64)
-    fp8, bf16 = FORWARDS["fa3:fp8"], FORWARDS["fa3:bf16"]
-    with standins.modules(**SGLANG):
-        for kernel in (fp8, bf16):
-            assert kernel.refusals(spec, H200) == []
-            assert "last key" in kernel.refusals(spec.replace(mask=Mask(left=1, right=0)), H200)[0]
-            assert "positive scale" in kernel.refusals(spec.replace(scale=0.0), H200)[0]
-            assert "outside" in kernel.refusals(spec.replace(head_dim=257, head_dim_v=257), H200)[0]
-            assert "exists only below" in kernel.refusals(spec, Device("cuda", "a B200", (10, 0)))[0]
-            assert "needs compute capability" in kernel.refusals(spec, Device("cuda", "an L4", (8, 9)))[0]
-            assert kernel.refusals(spec, Device("cpu", "CPU")) == ["runs on cuda, not on cpu"]
-        assert "not per token" in fp8.refusals(spec.replace(dtype="e4m3", descale="token"), H200)[0]
+    assert wide == wide_v or (not backward and 128 < wide <= 192 and 96 < wide_v <= 128)
+    assert d != dv or wide < d + step
 
 
 @pytest.mark.parametrize(

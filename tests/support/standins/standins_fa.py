@@ -13,10 +13,15 @@ from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+import pytest
 import torch
-from standins_graph import backward, band, scores_of
+from standins_graph import INTERFACE, backward, band, scores_of
 from standins_packed import each_sequence
 from torch import Tensor
+
+from attnbench.backends.flash_attention import fa3, fa4
+from attnbench.backends.flash_attention.fa3_operator import FORWARD, bound
+from attnbench.backends.flash_attention.fa3_origins import Library
 
 _HEAD = (
     "Tensor q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor? out, Tensor? cu_seqlens_q, "
@@ -61,6 +66,14 @@ def define() -> None:
             library.define(f"bwd({BWD}) -> Tensor[]")
             library.impl("bwd", fa3_backward, "CPU")
         _defined.append(library)
+
+
+def install_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's FlashAttention-3, which has no backward, and FlashAttention-4, until the test ends."""
+    define()
+    operator = bound(torch.ops.sgl_kernel.fwd.default, FORWARD)
+    monkeypatch.setattr(fa3, "library", lambda: Library(operator, None))
+    monkeypatch.setattr(fa4, "_library", lambda: fa4._Library(INTERFACE._flash_attn_fwd, INTERFACE._flash_attn_bwd))
 
 
 @contextmanager

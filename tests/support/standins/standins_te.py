@@ -136,10 +136,6 @@ def _places(longest_q: int, longest_kv: int, starts_q: Tensor, starts_kv: Tensor
     return [(torch.tensor([0, b - a], dtype=torch.int32), slice(a, b)) for a, b in pairs if a < b]
 
 
-def _unpadded(mask: str) -> str:
-    return {"padding": "no_mask", "padding_causal": "causal"}[mask]
-
-
 def _supported(fp8: bool, training: bool, sq: int, skv: int, d: int, dv: int, mask: str, window: tuple[int, int]
                ) -> None:  # fmt: skip
     """``nvte_get_fused_attn_backend`` on sm90 with cuDNN 9.19."""
@@ -172,6 +168,7 @@ def fused_attn_fwd(
         places = _places(max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded,
                          cu_seqlens_kv_padded)  # fmt: skip
         assert (o_format, dropout, s_quantizer, o_quantizer) == ("thd", 0.0, None, None)
+        unpadded = {"padding": "no_mask", "padding_causal": "causal"}[attn_mask_type]
         assert fused_attention_backend is FusedAttnBackend.F16_arbitrary_seqlen
         lse = torch.full((*q.shape[:2], 1), math.nan)
         whole = torch.zeros(*q.shape[:2], v.shape[2], dtype=q.dtype)
@@ -179,7 +176,7 @@ def fused_attn_fwd(
             out, aux = fused_attn_fwd(
                 is_training, *[len(q[tokens])] * 2, starts, starts, *(x[None, tokens].contiguous() for x in (q, k, v)),
                 fake_dtype, fused_attention_backend, attn_scale=attn_scale, qkv_layout="bshd_bshd_bshd",
-                o_format="bshd", attn_mask_type=_unpadded(attn_mask_type), window_size=window_size,
+                o_format="bshd", attn_mask_type=unpadded, window_size=window_size,
                 bottom_right_diagonal=bottom_right_diagonal, rng_gen=rng_gen,
             )  # fmt: skip
             whole[tokens], lse[tokens] = out[0], aux[0][0].transpose(0, 1)
@@ -216,28 +213,8 @@ def fused_attn_bwd(
     dqkv_quantizer: Delayed | None = None, attn_scale: float | None = None, dropout: float = 0.0,
     qkv_layout: str = "sbh3d", o_format: str = "sbhd", do_format: str = "sbhd", dqkv_layout: str = "sbh3d",
     attn_bias_type: str = "no_bias", attn_mask_type: str = "padding", window_size: tuple[int, int] = (-1, -1),
-    bottom_right_diagonal: bool | None = None, cuda_graph: bool = False, cu_seqlens_q_padded: Tensor | None = None,
-    cu_seqlens_kv_padded: Tensor | None = None,
+    bottom_right_diagonal: bool | None = None, cuda_graph: bool = False,
 ) -> tuple[object, ...]:  # fmt: skip
-    if qkv_layout == "thd_thd_thd":
-        places = _places(max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded,
-                         cu_seqlens_kv_padded)  # fmt: skip
-        assert (o_format, do_format, dqkv_layout, dropout) == ("thd", "thd", "thd_thd_thd", 0.0)
-        lse = aux_ctx_tensors[0]
-        assert lse.shape == (*q.shape[:2], 1)
-        assert lse.is_contiguous()
-        found = [torch.zeros_like(x) for x in (q, k, v)]
-        for starts, tokens in places:
-            own = fused_attn_bwd(
-                *[len(q[tokens])] * 2, starts, starts, *(x[None, tokens].contiguous() for x in (q, k, v, o, d_o)),
-                fake_dtype, [lse[tokens].transpose(0, 1).contiguous()[None], aux_ctx_tensors[1]],
-                fused_attention_backend, attn_scale=attn_scale, qkv_layout="bshd_bshd_bshd", o_format="bshd",
-                do_format="bshd", dqkv_layout="bshd_bshd_bshd", attn_mask_type=_unpadded(attn_mask_type),
-                window_size=window_size, bottom_right_diagonal=bottom_right_diagonal,
-            )  # fmt: skip
-            for x, each in zip(found, own, strict=False):
-                x[tokens] = each[0]
-        return (*found, None, None)
     assert (qkv_layout, dqkv_layout) == ("bshd_bshd_bshd",) * 2
     assert (o_format, do_format, dropout) == ("bshd", "bshd", 0.0)
     fp8 = isinstance(q, Storage)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import itertools
 import math
 import threading
-from dataclasses import replace
 
 import pytest
 import torch
 from dense import dense_attention, dense_gradients, distance, gradient_sizes, probabilities, relative_l2
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from packed import Documents, answers, documents
 from problems import Problem, tensors_of
 from standins_te import fused_attn_bwd, install_transformer_engine
+from torch import Tensor
 
 from attnbench.backends.te import backend as te
 from attnbench.backends.te import history as te_history
@@ -25,7 +23,6 @@ from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Sa
 from attnbench.problem.lengths_kind import LengthsKind
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
-from examples import examples
 
 FORWARDS = {k.name: k for k in te.BACKEND.kernels if isinstance(k, ForwardKernel)}
 BACKWARDS = {k.name: k for k in te.BACKEND.kernels if isinstance(k, BackwardKernel)}
@@ -44,15 +41,11 @@ def training(**sizes: object) -> AttentionSpec:
     return AttentionSpec.make(**{"batch": 2, "heads": 4, "kv_heads": 2, "direction": "training", **sizes})
 
 
-@given(documents(70, st.sampled_from([Mask(), CAUSAL, Mask(9, 0), Mask(right=0, alignment="bottom-right")]),
-                 heads=(4, 2)))  # fmt: skip
-@settings(max_examples=examples(15, 100))
-def test_packed_sequences_are_what_they_are_alone(batch: Documents) -> None:
-    batch = replace(batch, lengths=tuple((max(pair), max(pair)) for pair in batch.lengths))
-    forward, backward = FORWARDS["te:bf16"], BACKWARDS["te:bf16"]
-    for found, alone in zip(answers(batch, forward, backward), batch.alone(forward, backward), strict=True):
-        for x, y in zip(found, alone, strict=True):
-            torch.testing.assert_close(x.float(), y.float(), rtol=1e-2, atol=1e-3)
+def step(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    """O, dQ, dK, dV of one FP8 training step."""
+    operands = FP8.prepare(Inputs(q, k, v), spec)
+    result = FP8.run(operands)
+    return (result.out, *FP8_BACKWARD.run(Saved(operands, *result), grad))
 
 
 def test_packed_batches_are_served_forward_and_of_narrow_heads() -> None:
@@ -70,30 +63,11 @@ def test_what_came_before_does_not_decide_the_answer() -> None:
     alike = v[:, :, :1].expand_as(v), grad[:, :, :1].expand_as(grad)
     for factor, (values, onto) in itertools.product((1e-3, 1.0, 300.0, 1e-2), ((v, grad), alike)):
         inputs = (q, k, values * factor, onto * factor)
-        operands = FP8.prepare(Inputs.of(inputs[:3]), spec)
-        result = FP8.run(operands)
-        assert relative_l2(result.out, dense_attention(*inputs[:3], spec)[0]) <= FP8.declared_error
-        found = FP8_BACKWARD.run(Saved(operands, *result), inputs[3])
+        out, *found = step(spec, *inputs)
+        assert relative_l2(out, dense_attention(*inputs[:3], spec)[0]) <= FP8.declared_error
         sizes = gradient_sizes(*inputs, spec)
         for each, wanted, size in zip(found, dense_gradients(*inputs, spec), sizes, strict=True):
             assert distance(each, wanted, size) <= FP8_BACKWARD.declared_error
-
-
-def test_scales_follow_what_earlier_steps_reached() -> None:
-    history, bounds = te_history.History(2, torch.device("cpu")), torch.tensor([1e3, 1e6])
-    assert history.cold
-    assert history.scales(bounds, 5.0).tolist() == pytest.approx([5e-3, 5e-6])
-    for amax in (torch.tensor([1.0, 1e5]), torch.tensor([0.5, 2.0])):
-        history.note(amax, bounds)
-        history.note(amax, bounds)
-        assert not history.cold
-        # The largest of all steps, with a margin, and never beyond the bound; in proportion to this step's bound.
-        assert history.scales(2 * bounds, 5.0).tolist() == pytest.approx([5 / (2 * te_history._MARGIN), 2.5e-6])
-    assert history._steps == 2
-    for _ in range(te_history._LENGTH):
-        history.note(torch.tensor([0.25, 2.0]), bounds)
-        found = history.scales(bounds, 5.0)
-    assert found.tolist() == pytest.approx([20 / te_history._MARGIN, 2.5 / te_history._MARGIN])
 
 
 def test_the_first_backward_of_a_spec_runs_twice_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,8 +79,7 @@ def test_the_first_backward_of_a_spec_runs_twice_and_no_other(monkeypatch: pytes
         q, k, v, grad = tensors_of(Problem(spec, "bhsd", False, 0))
         for count in wanted:
             calls.clear()
-            operands = FP8.prepare(Inputs(q, k, v), spec)
-            FP8_BACKWARD.run(Saved(operands, *FP8.run(operands)), grad)
+            step(spec, q, k, v, grad)
             assert len(calls) == count
 
 
@@ -125,61 +98,56 @@ def test_no_gradient_exceeds_its_bound(seed: int, group: int, mask: Mask, spread
     assert max(x.abs().max().item() for x in dense_gradients(q, k, v, grad, spec)) <= gradient_bound
 
 
+def test_scales_follow_the_largest_step_up_to_the_bound_and_nothing_that_is_not_finite() -> None:
+    history, bounds = te_history.History(2, torch.device("cpu")), torch.tensor([2.0, 4.0])
+    for amax, wanted in (
+        ([2.0**-10, 2.0**-9], [32.0, 16.0]),
+        ([math.nan, math.inf], [32.0, 16.0]),
+        ([1.0, 2.0**-9], [4.0, 16.0]),
+    ):
+        history.note(torch.tensor(amax), bounds)
+        assert history.scales(bounds, 8.0).tolist() == wanted
+
+
 def test_what_is_not_finite_does_not_spoil_the_next_call() -> None:
     spec = training(head_dim=128, seqlen_q=64)
     q, k, v, grad = tensors_of(Problem(spec, "bhsd", False, 0))
-    history = te_history.History(2, torch.device("cpu"))
-    bounds = torch.tensor([2.0, 4.0])
-    found = []
-    for amax in ([2.0**-10, 2.0**-9], [math.nan, math.inf]):
-        history.note(torch.tensor(amax), bounds)
-        found.append(history.scales(bounds, 8.0).tolist())
-    assert found[0] == found[1] == [32.0, 16.0]
     poisoned = v.clone()
     poisoned[0, 0, 0, 0] = math.nan
     for values in (v, poisoned, v):
-        operands = FP8.prepare(Inputs(q, k, values), spec)
-        found = FP8_BACKWARD.run(Saved(operands, *FP8.run(operands)), grad)
+        _, *found = step(spec, q, k, values, grad)
     for each, wanted in zip(found, dense_gradients(q, k, v, grad, spec), strict=True):
         assert relative_l2(each, wanted) <= FP8_BACKWARD.declared_error
 
 
 def test_while_a_graph_is_recorded_nothing_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = training(head_dim=128, seqlen_q=64)
-    q, k, v, grad = tensors_of(Problem(spec, "bhsd", False, 0))
-    recording = False
-
-    def step() -> None:
-        operands = FP8.prepare(Inputs(q, k, v), spec)
-        FP8_BACKWARD.run(Saved(operands, *FP8.run(operands)), grad)
-
+    inputs, recording = tensors_of(Problem(spec, "bhsd", False, 0)), False
     for module in (te_history, te_library):
         monkeypatch.setattr(module, "recording", lambda: recording)
     monkeypatch.setattr(te_library, "_generator", lambda device: torch.Generator())
     recording = True
-    step()
+    step(spec, *inputs)
     assert not te._gradients._kept
     assert not te._gradients._recorded
     recording = False
-    step()
-    step()
+    step(spec, *inputs)
+    step(spec, *inputs)
     history = te._gradients._kept[(spec, torch.device("cpu"), 0)]
     pending, steps, bounds = history._pending, history._steps, torch.ones(2)
     recording = True
     frozen = te._gradients.of(spec, torch.device("cpu"))
     assert frozen.scales(bounds, 1.0).tolist() != bounds.tolist(), "the recorded step uses what was seen before"
-    step()
+    step(spec, *inputs)
     assert (history._pending, history._steps) == (pending, steps)
     assert te._gradients._recorded == [history]
 
 
 def test_a_first_call_in_inference_mode_leaves_a_history_that_others_can_write() -> None:
     spec = training(head_dim=128, seqlen_q=64)
-    q, k, v, grad = tensors_of(Problem(spec, "bhsd", False, 0))
     for mode in (True, False, True, False):
         with torch.inference_mode(mode):
-            operands = FP8.prepare(Inputs(q, k, v), spec)
-            FP8_BACKWARD.run(Saved(operands, *FP8.run(operands)), grad)
+            step(spec, *tensors_of(Problem(spec, "bhsd", False, 0)))
     history = te._gradients._kept[(spec, torch.device("cpu"), 0)]
     assert history._steps == 4  # of five: the last one's is folded in when the next one asks
 
@@ -192,8 +160,7 @@ def test_two_threads_share_a_history() -> None:
 
     def work(sign: float) -> None:
         for _ in range(5):
-            operands = FP8.prepare(Inputs(q, k, v * sign), spec)
-            found = FP8_BACKWARD.run(Saved(operands, *FP8.run(operands)), grad * sign)
+            _, *found = step(spec, q, k, v * sign, grad * sign)
             errors.extend(relative_l2(x, y) for x, y in zip(found, (*truth[:2], truth[2] * sign), strict=True))
 
     threads = [threading.Thread(target=work, args=(sign,)) for sign in (1.0, -1.0)]
@@ -211,32 +178,3 @@ def test_histories_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         spec = SPEC.replace(seqlen_q=length)
         te._gradients.of(spec, torch.device("cpu"))
     assert [key[0].seqlen_q for key in te._gradients._kept] == [11, 12, 13]
-
-
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"transformer-engine": "2.20.2", "transformer-engine-torch": "2.20.2"}
-
-    def installed(name: str) -> str:
-        if name not in found:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return found[name]
-
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
-    monkeypatch.setattr(importlib.metadata, "version", installed)
-    assert te._availability().ok
-    for changed, reason in (
-        ({"transformer-engine-torch": "2.19.0"}, "do not belong together"),
-        ({"transformer-engine": "2.9.0"}, "2.20 or newer"),
-    ):
-        kept = dict(found)
-        found.update(changed)
-        assert reason in (te._availability().reason or "")
-        found.update(kept)
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91400)
-    assert "91501" in (te._availability().reason or "")
-    del found["transformer-engine-torch"]
-    assert "transformer-engine-torch is not installed" in (te._availability().reason or "")
-    assert "transformer-engine" in (te._availability().install or "")
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert "without CUDA" in (te._availability().reason or "")

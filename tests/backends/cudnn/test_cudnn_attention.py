@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from agreement import both_passes_agree
 from dense import dense_attention, dense_gradients, relative_l2
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from packed import Documents, answers, documents
 from problems import Problem, problems, tensors_of
 from standins_cudnn import install_front_end
 from standins_te import install_transformer_engine
@@ -18,10 +22,9 @@ from attnbench.kernels.contract import Backend, BackwardKernel, ForwardKernel, I
 from attnbench.problem.fp8 import Recipe, quantise
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
-from examples import every_pair
+from examples import every_pair, examples
 
 H200 = Device("cuda", "NVIDIA H200", (9, 0))
-B200 = Device("cuda", "NVIDIA B200", (10, 0))
 CAUSAL, END = Mask(right=0), Mask(right=0, alignment="bottom-right")
 SPEC = AttentionSpec.make(batch=2, heads=4, kv_heads=2, seqlen_q=96, head_dim=64)
 both = pytest.mark.parametrize("backend", [cudnn.BACKEND, te.BACKEND], ids=lambda backend: backend.name)
@@ -49,6 +52,24 @@ def test_sixteen_bits_refuse_or_agree_with_the_truth_in_both_passes(backend: Bac
     forward, backward = forward_of(backend, problem.spec.dtype), backward_of(backend, problem.spec.dtype)
     assume(forward.refusals(problem.spec, H200) == [])
     assume(both_passes_agree(forward, backward, problem, H200))
+
+
+MASKS = st.sampled_from([Mask(), CAUSAL, END, Mask(9, 0), Mask(5, 3, "bottom-right")])
+PADDINGS = st.sampled_from([None, None, "left", "right"])
+
+
+@both
+@given(documents(70, MASKS, heads=(4, 2), padding=PADDINGS))
+@settings(max_examples=examples(20, 100))
+def test_sequences_of_a_batch_are_what_they_are_alone(backend: Backend, batch: Documents) -> None:
+    """Both serve sequences with as many keys as queries only; TransformerEngine, packed ones and their forward only."""
+    batch = replace(batch, lengths=tuple((max(pair), max(pair)) for pair in batch.lengths), head_dim_v=40)
+    forward, backward = forward_of(backend, "bf16"), backward_of(backend, "bf16")
+    if backend is te.BACKEND:
+        batch, backward = replace(batch, padding=None), None
+    for found, alone in zip(answers(batch, forward, backward), batch.alone(forward, backward), strict=True):
+        for x, y in zip(found, alone, strict=True):
+            torch.testing.assert_close(x.float(), y.float(), rtol=1e-2, atol=1e-3)
 
 
 SIZES = [
@@ -99,51 +120,3 @@ def test_tensors_quantised_beforehand_keep_their_descales(backend: Backend) -> N
     truth, _ = dense_attention(*(x.dequantised(torch.float64) for x in quantised), spec)
     assert relative_l2(result.out, truth) <= forward.declared_error
     assert "per head" in "; ".join(forward.refusals(spec.replace(descale="head"), H200))
-
-
-REFUSED = [
-    ("bf16", {}, B200, "9.x only"),
-    ("bf16", {"softcap": 2.0}, H200, "softcap"),
-    ("fp8", {"head_dim": 272, "head_dim_v": 272}, H200, "head_dim 272 is outside 16 to"),
-    ("bf16", {"seqlen_q": 97, "mask": Mask(left=90, right=20)}, H200, "as many keys as queries"),
-    ("bf16", {"seqlen_q": 97, "mask": Mask(right=5, alignment="bottom-right")}, H200, "as many keys as queries"),
-    ("bf16", {"seqlen_q": 97, "mask": END}, H200, "see no key"),
-    ("fp8", {}, B200, "9.x only"),
-    ("fp8", {"seqlen_q": 9, "mask": END}, H200, "no bottom-right alignment"),
-    ("fp8", {"head_dim": 72, "head_dim_v": 72}, H200, "no multiple of 16"),
-]
-OF_ONE = [
-    (te.BACKEND, "fp8", {"mask": Mask(left=5, right=0)}, H200, "no window mask"),
-    (cudnn.BACKEND, "fp8", {"seqlen_q": 97, "mask": Mask(left=90, right=20)}, H200, "as many keys as queries"),
-    (cudnn.BACKEND, "bf16", {"scale": -0.1}, H200, "a scale above 0"),
-    (cudnn.BACKEND, "fp8", {"scale": 0.0}, H200, "a scale above 0"),
-]
-
-
-@pytest.mark.parametrize(
-    ("backend", "precision", "changes", "device", "reason"),
-    [*((backend, *row) for backend in (cudnn.BACKEND, te.BACKEND) for row in REFUSED), *OF_ONE],
-)
-def test_refusals_of_both_passes(
-    backend: Backend, precision: str, changes: dict[str, object], device: Device, reason: str
-) -> None:
-    spec = SPEC.replace(**changes)
-    for kernel in (forward_of(backend, precision), backward_of(backend, precision)):
-        assert reason in "; ".join(kernel.refusals(spec, device))
-
-
-@both
-@pytest.mark.parametrize(
-    ("changes", "reason"), [({"seqlen_q": 1}, "single query"), ({"head_dim_v": 80}, "not its own")]
-)
-def test_what_the_fp8_forward_alone_lacks(backend: Backend, changes: dict[str, object], reason: str) -> None:
-    assert forward_of(backend, "fp8").refusals(SPEC, H200) == []
-    assert reason in "; ".join(forward_of(backend, "fp8").refusals(SPEC.replace(**changes), H200))
-    assert forward_of(backend, "bf16").refusals(SPEC.replace(**changes), H200) == []
-
-
-def test_windows_without_a_left_side_have_more_queries_than_keys_with_the_front_end_alone() -> None:
-    spec = SPEC.replace(seqlen_q=97, mask=Mask(right=5))
-    for kernel_of in (forward_of, backward_of):
-        assert kernel_of(cudnn.BACKEND, "bf16").refusals(spec, H200) == []
-        assert "as many keys as queries" in "; ".join(kernel_of(te.BACKEND, "bf16").refusals(spec, H200))
