@@ -123,7 +123,7 @@ def test_padded_dimensions_are_the_library_s(d: int, dv: int, fp8: bool, backwar
     [
         ("FP8", "fa3:fp8", {}),
         ("FP16", "fa3:fp16", {"dtype": "fp16"}),
-        ("LOCAL", "fa3:bf16", {"mask": Mask(left=3, right=0)}),
+        ("LOCAL", "fa3:bf16", {"mask": Mask(left=3)}),
         ("SOFTCAP", "fa3:bf16", {"softcap": 3.0}),
         ("BACKWARD", "fa3:bf16", {"direction": "training"}),
     ],

@@ -10,13 +10,14 @@ import pytest
 import torch
 from agreement import both_passes_agree
 from dense import dense_attention, relative_l2
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from problems import Problem, problems, tensors_of
 from standins_fa import install_flash_attention
 
 from attnbench.backends.flash_attention import fa4
 from attnbench.kernels.capabilities import Device
 from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs
+from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 
 H200 = Device("cuda", "NVIDIA H200", (9, 0))
@@ -32,6 +33,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(problems(("bf16", "fp16")))
+@example(Problem(SPEC.replace(mask=Mask(right=0), seqlen_q=20, direction="training"), "bhsd", False, 0))  # keys cut off
 def test_it_refuses_or_agrees_with_the_truth_in_both_passes(problem: Problem) -> None:
     spec = problem.spec
     forward, backward = FORWARDS[f"fa4:{spec.dtype}"], BACKWARDS[f"fa4:{spec.dtype}"]

@@ -20,8 +20,9 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 import pytest
+from places import SUPPORT
 
-__all__ = ["SHARED_MEMORY", "Program", "assembled", "compiled", "compiling", "idle_barriers"]
+__all__ = ["SHARED_MEMORY", "Program", "assembled", "compiled", "compiling", "idle_barriers", "printed"]
 
 SHARED_MEMORY = 227 * 1024  # bytes that a program may have on Hopper
 Job = TypeVar("Job")
@@ -99,12 +100,18 @@ def assembled(sources: str, kernels: Sequence[object], folder: Path) -> list[dic
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     if not all((tools / name).exists() for name in ("ptxas", "cuobjdump")):
         pytest.skip("this Triton brings no ptxas")
+    return printed(sources + _ASSEMBLE, str(tools), folder=folder, said=kernels)
+
+
+def printed(program: str, *arguments: str, folder: Path, said: object = None) -> Any:
+    """What a program prints in JSON that reads ``said`` from stdin; its kernels are compiled into ``folder``."""
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = os.pathsep.join([SUPPORT, environment.get("PYTHONPATH", "")]).strip(os.pathsep)
     done = subprocess.run(
-        [sys.executable, "-c", sources + _ASSEMBLE, str(tools)], input=json.dumps(kernels), capture_output=True,
-        env=environment | {"TRITON_CACHE_DIR": str(folder)}, text=True, check=False,
+        [sys.executable, "-c", program, *arguments], input=json.dumps(said), capture_output=True, text=True,
+        env=environment | {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": paths}, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
 

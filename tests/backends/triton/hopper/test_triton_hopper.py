@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import pytest
 import torch
@@ -56,15 +55,6 @@ def sources(kernels):
 """
 
 
-def test_every_register_is_dealt_once_and_no_eight_are_left_for_every_warpgroup() -> None:
-    even, most = hopper.registers()
-    assert even % 8 == most % 8 == 0
-    assert even < most <= 255
-    assert 128 * even * 3 <= 64 * 1024
-    assert most * 2 + 24 <= even * 3
-    assert most == 240 or (most + 8) * 2 + 24 > even * 3
-
-
 def test_a_program_has_one_tile_from_as_many_keys_on_as_the_tile_says() -> None:
     """Three tiles of 128 queries for each of 2 x 2 heads."""
     tiles = 2 * Extent(2, 257, 1000, None).tiles(128)
@@ -72,12 +62,6 @@ def test_a_program_has_one_tile_from_as_many_keys_on_as_the_tile_says() -> None:
     assert found == [5, 5, 12, 12]
     assert hopper.programs_of(TILE, tiles, 1000, 132) == 12
     assert hopper.programs_of(TILE._replace(alone_from=0), tiles, None, 5) == 5  # of a table
-
-
-def test_every_hopper_tile_is_one_that_the_kernel_takes() -> None:
-    tiles = [tile for tile in (*TILES.values(), *ONE_PASS.values()) if tile.hopper]
-    assert tiles
-    assert all(tile.block_m == hopper.BLOCK_M and tile.interleaved and tile.tma for tile in tiles)
 
 
 def test_what_it_serves() -> None:
@@ -142,19 +126,31 @@ OTHERS = (
     _kernel(192, ONE_PASS[192, False], 16, head_dim_v=128, right=True),
     _kernel(96, WIDE, right=True),
 )
+OF_256 = tuple(
+    kernel
+    for causal, mask in ((False, "none"), (True, "causal"))
+    for kernel in (
+        _kernel(256, TILES[TileKey((9, 0), 256, mask, False)], right=causal),
+        _kernel(256, ONE_PASS[256, not causal], 16, right=causal),
+    )
+)
 
 
 @pytest.mark.parametrize(
-    "kernels", [KERNELS, pytest.param(OTHERS, marks=pytest.mark.exhaustive)], ids=["masked", "others"]
+    "kernels",
+    [KERNELS, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (OTHERS, OF_256))],
+    ids=["masked", "others", "heads of 256"],
 )
 def test_the_matrix_products_stay_asynchronous_and_nothing_spills(kernels: tuple[Kernel, ...], tmp_path: Path) -> None:
     for found, kernel in zip(assembled(SOURCES, kernels, tmp_path), kernels, strict=True):
         width, height, block_n, bits, _, constants = kernel
         assert "C75" not in found["said"], found["said"]  # wgmma that ptxas waits for one by one
-        spilled = [int(x) for x in re.findall(r"(\d+) bytes spill", found["said"])]
-        assert max(spilled) <= (8 if constants["chunks"] > 1 else 0)  # between tiles
         assert int(found["shared"]) <= SHARED_MEMORY
         assert not idle_barriers(found["ttgir"])
+        if kernels is OF_256:  # which has fewer registers than it wants
+            continue
+        spilled = [int(x) for x in re.findall(r"(\d+) bytes spill", found["said"])]
+        assert max(spilled) <= (8 if constants["chunks"] > 1 else 0)  # between tiles
         # Q·Kᵀ of the first block and of the next, P·V of a block and of the last, 32 numbers of the sum at a time:
         # 32 of the head dimension in Q·Kᵀ, 32 keys in P·V.
         head_dim, parts = width * constants["chunks"], height * constants["chunks_v"] // constants["part"]
@@ -162,17 +158,3 @@ def test_the_matrix_products_stay_asynchronous_and_nothing_spills(kernels: tuple
         assert len(re.findall(r"QGMMA", found["code"])) == products
         # Q's own bytes are taken apart once a tile.
         assert len(re.findall(r"PRMT", found["code"])) <= (8 if bits == 8 else 80), "bytes of P change their places"
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("mask", ["none", "causal"])
-def test_wide_heads_compile(mask: Literal["none", "causal"], tmp_path: Path) -> None:
-    causal = mask == "causal"
-    kernels = (
-        _kernel(256, TILES[TileKey((9, 0), 256, mask, False)], right=causal),
-        _kernel(256, ONE_PASS[256, not causal], 16, right=causal),
-    )
-    for found in assembled(SOURCES, kernels, tmp_path):
-        assert "C75" not in found["said"], found["said"]
-        assert int(found["shared"]) <= SHARED_MEMORY
-        assert not idle_barriers(found["ttgir"])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from dense import dense_attention, relative_l2
-from gluon_on_cpu import emulated
+from hopper_forward import forward_on_cpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +18,7 @@ from attnbench.backends.triton.forward.tiles import ONE_PASS, Tile
 from attnbench.backends.triton.interpreter import interpreted
 from attnbench.kernels.capabilities import Device
 from attnbench.kernels.contract import Inputs, Operands, Result
-from attnbench.problem.fp8 import Quantised, Recipe, quantise
+from attnbench.problem.fp8 import Recipe, quantise
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 from examples import every_pair, examples
@@ -27,36 +27,16 @@ pytest.importorskip("triton", minversion="3.6")
 if not interpreted():
     pytest.skip("kernels are compiled here, which the tests in tests/gpu run", allow_module_level=True)
 
-from attnbench.backends.triton.forward import launch as triton_forward
-from attnbench.backends.triton.forward.hopper import launch as hopper
-from attnbench.backends.triton.quantise import launch as triton_quantise
 
-MODULES = [
-    f"attnbench.backends.triton.forward.hopper.{name}" for name in ("kernel", "order", "products", "scales", "softmax")
-]
 SMALL = Tile(128, 64, 4, 2, parts=2, interleaved=True, hopper=True, turns=True)
 LONE = Tile(128, 128, 4, 3, interleaved=True, hopper=True, alone_from=0)
 _LATE: list[bool] = [True]
 
 
 @pytest.fixture(autouse=True)
-def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Three multiprocessors, whose Gluon is the emulator's."""
-
-    def emulating(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **named: Any) -> Any:
-            with emulated(lambda: _LATE[0], *MODULES):
-                return function(*args, **named)
-
-        run.__dict__.update(vars(function), cache_clear=getattr(function, "cache_clear", None))
-        return run
-
-    monkeypatch.setattr(hopper, "runs_on", lambda device: True)
-    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 3)
-    # Nothing is kept of a layout, because its kernel is the emulator's.
-    for name, function in {"layout_of": triton_forward.layout_of.__wrapped__, "attend": triton_forward.attend}.items():
-        monkeypatch.setattr(triton_forward, name, emulating(function))
-    yield
+def _on_cpu() -> Iterator[None]:
+    with forward_on_cpu(lambda: _LATE[0]):
+        yield
     _LATE[0] = True
 
 
@@ -233,29 +213,3 @@ def test_on_a_gpu_one_pass_refuses_what_its_kernel_does_not_serve(changes: dict[
     before = TritonOnePass().refusals(spec, h200)
     assert not any(sentence in each for each in before)
     assert sentence in " ".join(TritonOnePass().refusals(spec.replace(**changes), h200))
-
-
-@pytest.mark.parametrize(("known", "refused"), [(True, 0), (False, 1)])
-def test_on_a_gpu_one_pass_wants_the_triton_that_the_kernel_is_for(
-    known: bool, refused: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hopper, "recent", lambda: known)
-    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=140, head_dim=128)
-    said = TritonOnePass().further_refusals(spec, Device("cuda", "H200", (9, 0)))
-    assert sum("Triton 3.6" in each for each in said) == refused
-
-
-def test_queries_in_e4m3_are_made_for_those_who_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[object] = []
-    before = triton_quantise.quantised
-    monkeypatch.setattr(triton_quantise, "quantised", lambda *args: made.append(args) or before(*args))
-    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=140, head_dim=64)
-    q, k, v = tensors(spec)
-    kernel = TritonOnePass(SMALL)
-    operands = kernel.prepare(Inputs(q, k, v), spec)
-    kernel.run(operands)
-    assert not made
-    assert isinstance(operands.q, Quantised)
-    assert torch.equal(operands.q.dequantised(torch.float32), quantise(q, Recipe("token")).dequantised(torch.float32))
-    assert operands.q.data is operands.q.data
-    assert len(made) == 1

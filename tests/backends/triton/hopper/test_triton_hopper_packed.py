@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from gluon_on_cpu import emulated
 from hopper_backward import on_cpu
+from hopper_forward import forward_on_cpu
 from packed import Documents, answers
 
 from attnbench import Mask
@@ -25,15 +25,9 @@ from attnbench.backends.triton import TritonForward, TritonOnePass
 from attnbench.backends.triton.backward.contract import TritonBackward
 from attnbench.backends.triton.backward.tiles import Ring, Tiles
 from attnbench.backends.triton.backward.tiles import Tile as BackwardTile
-from attnbench.backends.triton.forward import launch as triton_forward
-from attnbench.backends.triton.forward.hopper import launch as hopper
 from attnbench.backends.triton.forward.tiles import Tile
-from attnbench.backends.triton.launching import Launch
 
 END = "bottom-right"
-MODULES = [
-    f"attnbench.backends.triton.forward.hopper.{name}" for name in ("kernel", "order", "products", "scales", "softmax")
-]
 PERSISTENT = Tile(128, 128, 4, 2, parts=2, interleaved=True, hopper=True, turns=True)
 LONE = Tile(128, 64, 4, 3, interleaved=True, hopper=True, alone_from=0)
 _FUSED = BackwardTile(64, 64, 4, 2, Ring(64, 2))
@@ -45,26 +39,11 @@ _MODES = random.Random(0)
 
 
 @pytest.fixture(autouse=True)
-def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Three multiprocessors, whose Gluon is the emulator's."""
-
+def _on_cpu() -> Iterator[None]:
     def late() -> bool:
         return _MODES.random() < 0.5
 
-    def emulating(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **named: Any) -> Any:
-            with emulated(late, *MODULES):
-                return function(*args, **named)
-
-        run.__dict__.update(vars(function), cache_clear=getattr(function, "cache_clear", None))
-        return run
-
-    monkeypatch.setattr(hopper, "runs_on", lambda device: True)
-    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 3)
-    # Nothing is kept of a layout, because its kernel is the emulator's.
-    for name, function in {"layout_of": triton_forward.layout_of.__wrapped__, "attend": triton_forward.attend}.items():
-        monkeypatch.setattr(triton_forward, name, emulating(function))
-    with on_cpu(late):
+    with forward_on_cpu(late), on_cpu(late):
         yield
 
 
@@ -171,34 +150,6 @@ def test_keys_that_no_query_asks_for_get_no_gradient_and_give_none(heads: tuple[
     assert not any(bool(x.count_nonzero()) for x in spoilt[1][3:])
     for index in (0, 2):
         assert all(torch.equal(x, y) for x, y in zip(spoilt[index], whole[index], strict=True))
-
-
-def test_keys_values_and_dq_are_read_and_summed_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a packed batch only Q and dO have copies, and no pass follows the kernel."""
-    launched: list[str] = []
-    start, seen = Launch.__call__, []
-
-    def starting(launch: Launch, *said: Any) -> None:
-        launched.append(launch.kernel.__name__)
-        start(launch, *said)
-
-    monkeypatch.setattr(Launch, "__call__", starting)
-    with on_cpu(lambda: False, lambda *said: seen.append(said)):
-        batch = Documents(((70, 70), (135, 135)), Mask(right=0), heads=(2, 2), head_dim=64, head_dim_v=64)
-        (q, k, v, grad), lengths, spec = batch.together(batch.parts())
-        forward = TritonForward("fp8-head", PERSISTENT)
-        operands = forward.prepare(Inputs(q, k, v, lengths), spec)
-        out, lse, state = forward.run(operands)
-        launched.clear()
-        dq, _, _ = BACKWARD.run(Saved(operands.kept(), out, lse, state), grad)
-    ((_, prepared),) = seen
-    assert [name for name in launched if name != "write_rows"] == [
-        "_lay_out_gradient", "_lay_out", "all_gradients_hopper",
-    ]  # fmt: skip
-    assert prepared.sums is not None
-    assert prepared.sums.data_ptr() == dq.data_ptr()
-    for laid, x in ((prepared.k, operands.k), (prepared.v, operands.v)):
-        assert laid.data.data_ptr() == x.data.data_ptr()
 
 
 @pytest.mark.parametrize("head_dim_v", [64, 80])

@@ -1,0 +1,94 @@
+"""What the tests on a GPU check the backward's Hopper kernels with, emulated or with kernels that hang on purpose."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import dense
+import hopper_backward
+import pytest
+import torch
+import unruly
+from hopper_backward import Checks, Job, Kind, check_all, wrong
+from watched import Begun, Done, Lost, one_by_one
+
+pytest.importorskip("triton", minversion="3.6")
+
+from attnbench.backends.triton.backward.tiles import Ring, Tile
+
+PATIENCE = 30.0  # seconds for one case with all of its truth; the kernels take milliseconds
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what is emulated where there is no GPU")
+
+
+SMALL = [Job("keys", "few tokens", Ring(64, 4), True)]
+LARGER = [
+    Job("keys", "one block", Ring(64, 3)), Job("queries", "odd", Ring(64, 4)),
+    Job("queries", "one block", Ring(64, 4), True), Job("all", "few tokens", Ring(64, 2)),
+]  # fmt: skip
+
+
+@without_gpu
+@pytest.mark.parametrize(
+    "right", [SMALL, pytest.param(LARGER, marks=pytest.mark.exhaustive)], ids=["a small case", "larger ones"]
+)
+def test_the_checks_run_emulated_and_name_what_hangs(right: list[Job]) -> None:
+    """The emulator finds that two stages do not hold the three blocks of keys that are in use at a time."""
+    hung = Job("queries", "odd", Ring(64, 2))
+    found = one_by_one(check_all, [right[0], hung, *right[1:]], patience=PATIENCE)
+    (line,) = wrong([*right, hung], found)
+    assert line.startswith("queries, odd, Ring(block=64, stages=2): DeadlockError")
+
+
+@without_gpu
+@pytest.mark.parametrize(
+    ("factors", "message"),
+    [
+        ([1.2] * 4, r"dv is off by 0\.19\d* from FP64, 0\.07 allowed"),
+        ([1.0, 1.0, 1.0, 1.001], r"dk is off by 0\.0009\d* when it runs again; dv is off by"),
+    ],
+    ids=["off", "not the same"],
+)
+def test_what_is_wrong_is_said(factors: list[float], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plain kernel stands in for the Hopper one, its answers spoilt by a factor each time."""
+    exact, left = hopper_backward.run, iter(factors)
+
+    def spoilt(given: Any, kind: Kind, tile: Tile, *more: Any) -> tuple[torch.Tensor, ...]:
+        factor = next(left) if tile.hopper else 1.0
+        return tuple(x.float() * factor for x in exact(given, kind, tile._replace(hopper=None), *more))
+
+    monkeypatch.setattr(hopper_backward, "run", spoilt)
+    monkeypatch.setattr(dense, "visible", hopper_backward.visible)
+    assert re.search(message, str(Checks("cpu").wrong(Job("keys", "one block", Ring(64, 3)))))
+
+
+def test_what_hangs_dies_or_raises_takes_no_other_along() -> None:
+    heard: list[Any] = []
+    items = ["a", "hangs", "b", "dies", "slow", "raises", "c"]
+    found = one_by_one(unruly.work, items, patience=1.5, heard=heard.append)
+    assert found == {
+        **{item: item.upper() for item in ("a", "b", "c", "slow")},
+        "hangs": Lost("silent for 2 s, and killed"),
+        "dies": Lost("its process died, exit code 9"),
+        "raises": Lost("ValueError: so it goes"),
+    }
+    assert heard[:3] == [Begun("a"), Done("a", "A"), Begun("hangs")]
+
+
+def test_what_is_hopeless_after_those_that_were_lost_is_not_tried() -> None:
+    items, heard = ["dies 1", "a", "dies 2", "dies 3", "b"], []
+    found = one_by_one(
+        unruly.work, items, patience=20.0, heard=heard.append,
+        hopeless=lambda lost, item: item.startswith("dies") and len(lost) == 2,
+    )  # fmt: skip
+    assert found["dies 3"] == Lost("not tried after those that were lost")
+    assert "exit code" in found["dies 2"].reason
+    assert (found["a"], found["b"]) == ("A", "B")
+    assert {said.item: said.found for said in heard if isinstance(said, Done)} == found
+
+
+def test_time_that_runs_out_and_processes_that_never_start_are_said() -> None:
+    found = one_by_one(unruly.work, ["a", "hangs", "b"], patience=60.0, limit=5.0)
+    assert found == {"a": "A", "hangs": Lost("no time was left")}
+    with pytest.raises(RuntimeError, match="no item under way: ValueError"):
+        one_by_one(unruly.work, ["a", "before"], patience=20.0)

@@ -1,0 +1,118 @@
+"""Launches compiled for Hopper: what Triton's interpreter and the emulator take the compilers may refuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from compiled_for_hopper import printed
+
+pytest.importorskip("triton", minversion="3.6")
+
+# Compiles the launches of (recipe, rotation, dtype, head dimension, block) on stdin in json; says how many there were.
+QUANTISE = """
+import json, sys
+import torch
+from compiled_for_hopper import compiling
+from attnbench.backends.triton.quantise.launch import Request, quantised_together
+from attnbench.problem.fp8 import Recipe
+
+counts = []
+for granularity, rotation, dtype, head_dim, block in json.load(sys.stdin):
+    x = torch.empty(1, 2, 512, head_dim, dtype=getattr(torch, dtype), device="meta")
+    wanted = Request(x, rotate=True), Request(x, rotate=True, smooth=True), Request(x, False, True, interleaved=True)
+    with compiling() as made:
+        quantised_together(wanted, Recipe(granularity, rotation=rotation), block=block)
+    counts.append(len(made))
+print(json.dumps(counts))
+"""
+
+
+CASES = [("head", "hadamard", "bfloat16", 128, 128)]
+OTHERS = [
+    ("block", "none", "float16", 256, 128),
+    ("token", "hadamard", "float32", 80, 128),
+    ("head", "none", "float16", 64, 128),
+    ("block", "none", "bfloat16", 128, 256),
+    ("block", "hadamard", "float32", 256, 128),
+]
+
+
+@pytest.mark.parametrize("cases", [CASES, pytest.param(OTHERS, marks=pytest.mark.exhaustive)], ids=["heads", "others"])
+def test_every_recipe_of_quantising_compiles(cases: list[tuple[str, str, str, int, int]], tmp_path: Path) -> None:
+    assert printed(QUANTISE, folder=tmp_path, said=cases) == [2 if case[0] == "head" else 1 for case in cases]
+
+
+PACKED = """
+import json, sys
+from types import SimpleNamespace
+import torch
+from compiled_for_hopper import SHARED_MEMORY, compiling, idle_barriers
+from attnbench import AttentionSpec, Mask
+from attnbench.backends.triton.backward import launch as backward
+from attnbench.backends.triton.backward.tiles import tiles_of
+from attnbench.backends.triton import TritonForward, TritonOnePass
+from attnbench.backends.triton.forward.hopper import launch as hopper
+from attnbench.backends.triton.forward.tiles import TILES, TileKey
+from attnbench.kernels.contract import Inputs
+from attnbench.problem.lengths import Lengths
+from attnbench.problem.lengths_kind import LengthsKind
+
+hopper._multiprocessors = lambda device: 132
+lengths = torch.empty(9, dtype=torch.int32, device="meta")
+lengths = Lengths("packed", lengths, lengths, 900, 900)
+spec = AttentionSpec.make(batch=8, heads=4, kv_heads=2, seqlen_q=900, head_dim=128, direction="training",
+                          mask=Mask(right=0, alignment="bottom-right"),
+                          lengths=LengthsKind(batch="packed", total_q=3000, total_kv=3000))
+q, k, v = (torch.empty(1, heads, 3000, 128, dtype=torch.bfloat16, device="meta") for heads in (4, 2, 2))
+both = sys.argv[1] == "fp8"
+forward = TritonForward("fp8", TILES[TileKey((9, 0), 128, "causal", False)]) if both else TritonOnePass()
+with compiling() as made:
+    operands = forward.prepare(Inputs(q, k, v, lengths), spec)
+    result = forward.run(operands)
+    if both:
+        backward.launch(spec, operands.q, operands.k, operands.v, result.out, result.lse, torch.empty_like(q),
+                        lambda spec, size, device: tiles_of(spec, size, (9, 0), False), False, lengths)
+assert max(each.metadata.shared for each in made) <= SHARED_MEMORY
+hoppers = [each for each in made if each.metadata.name.endswith("_hopper")]
+assert not any(idle_barriers(each.asm["ttgir"]) for each in hoppers)
+print(json.dumps([each.metadata.name for each in hoppers]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("forward", "kernels"),
+    [
+        ("fp8", ["triton_fp8_attention_forward_hopper", "all_gradients_hopper"]),
+        # What Q of 16 bits changes is compiled in test_triton_hopper.py as well.
+        pytest.param("onepass", ["triton_fp8_attention_forward_hopper"], marks=pytest.mark.exhaustive),
+    ],
+    ids=["fp8", "onepass"],
+)
+def test_the_kernels_of_a_packed_batch_compile(forward: str, kernels: list[str], tmp_path: Path) -> None:
+    assert printed(PACKED, forward, folder=tmp_path) == kernels
+
+
+HASH = """
+import json, sys
+from attnbench.backends.triton.backward import copies, keys, layout, queries, sums
+from attnbench.backends.triton.backward.hopper import fused, narrow_keys
+from attnbench.backends.triton.launching import Launch
+from triton.runtime.jit import JITFunction
+
+kernels = [fused.all_gradients_hopper, narrow_keys.narrow_key_gradients_hopper]
+kernels += [each for module in (copies, keys, layout, queries, sums)
+            for each in vars(module).values() if isinstance(each, JITFunction)]
+found = {}
+for kernel in kernels[::int(sys.argv[1])]:
+    Launch(kernel, (1, 1, 1), (), {})  # which starts nothing yet
+    found[kernel.__module__ + kernel.__name__] = kernel.cache_key
+print(json.dumps(found))
+"""
+
+
+def test_a_kernel_has_one_hash_whatever_the_process_ran_before(tmp_path: Path) -> None:
+    """By which compiled code is found on the disk."""
+    forwards, backwards = (printed(HASH, step, folder=tmp_path) for step in ("1", "-1"))
+    assert len(forwards) > 10
+    assert forwards == backwards

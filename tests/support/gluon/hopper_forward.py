@@ -1,0 +1,39 @@
+"""The forward's Hopper kernel on a CPU: three multiprocessors, whose Gluon is the emulator's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from gluon_on_cpu import emulated
+
+__all__ = ["forward_on_cpu"]
+
+_MODULES = [
+    f"attnbench.backends.triton.forward.hopper.{name}" for name in ("kernel", "order", "products", "scales", "softmax")
+]
+
+
+@contextmanager
+def forward_on_cpu(late: Callable[[], bool]) -> Iterator[None]:
+    """``late`` says of each program when what is asynchronous happens."""
+    from attnbench.backends.triton.forward import launch
+    from attnbench.backends.triton.forward.hopper import launch as hopper
+
+    def emulating(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **named: Any) -> Any:
+            with emulated(late, *_MODULES):
+                return function(*args, **named)
+
+        run.__dict__.update(vars(function), cache_clear=getattr(function, "cache_clear", None))
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hopper, "runs_on", lambda device: True)
+        patch.setattr(hopper, "_multiprocessors", lambda device: 3)
+        # Nothing is kept of a layout, because its kernel is the emulator's.
+        for name, function in {"layout_of": launch.layout_of.__wrapped__, "attend": launch.attend}.items():
+            patch.setattr(launch, name, emulating(function))
+        yield
