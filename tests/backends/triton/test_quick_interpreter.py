@@ -23,8 +23,6 @@ from attnbench.backends.triton.interpreter import interpreted
 if not interpreted():
     pytest.skip("kernels are compiled here, which the tests in tests/gpu run", allow_module_level=True)
 
-import triton.language as tl
-from triton.runtime.errors import InterpreterError
 
 from attnbench.backends.triton import TritonForward
 from attnbench.backends.triton.backward.contract import KERNELS
@@ -50,16 +48,3 @@ def test_a_packed_batch_has_the_same_bits(own: pytest.MonkeyPatch) -> None:
     own.undo()
     for found, wanted in zip(answers(batch, forward, KERNELS[0]), expected, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
-
-
-@triton.jit
-def _misfits(x, length: tl.constexpr, other: tl.constexpr):
-    tl.store(x + tl.arange(0, length), tl.arange(0, length) + tl.arange(0, other))
-
-
-@pytest.mark.parametrize(("length", "other", "said"), [(16, 32, "incompatible dimensions"), (16, 12, "power of 2")])
-def test_what_is_no_block_is_an_error_each_time(length: int, other: int, said: str) -> None:
-    for _ in range(2):
-        with pytest.raises(InterpreterError, match=said):
-            _misfits[(1,)](torch.zeros(32, dtype=torch.int32), length, other)
-    assert tl.core.is_builtin(tl.load), "a launch that failed has taken back what it patched"

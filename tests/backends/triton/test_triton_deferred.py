@@ -13,7 +13,6 @@ from torch import Tensor
 
 from attnbench import AttentionSpec, attention
 from attnbench.backends.triton.interpreter import interpreted
-from attnbench.backends.triton.quantise.deferred import Deferred
 
 pytest.importorskip("triton")
 if not interpreted():
@@ -21,21 +20,6 @@ if not interpreted():
 
 from attnbench.backends.triton.forward import plan
 from attnbench.backends.triton.quantise.launch import Quantisation
-
-
-def test_each_tensor_is_made_once_and_its_function_let_go() -> None:
-    made: list[str] = []
-
-    def of(name: str) -> Tensor:
-        made.append(name)
-        return torch.zeros(1)
-
-    found = Deferred.of(lambda: of("data"), lambda: of("descale"), "token")
-    assert not made
-    assert found.descale is found.descale
-    assert found.data is found.data
-    assert made == ["descale", "data"]
-    assert set(vars(found)) == {"data", "descale", "granularity", "rotated", "mean"}
 
 
 @pytest.mark.parametrize("forward", ["triton:fp8-onepass", "triton:fp8"])

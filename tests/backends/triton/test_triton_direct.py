@@ -64,12 +64,10 @@ class Compiled(CompiledKernel):
 
 
 @pytest.fixture(autouse=True)
-def gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A driver that encodes descriptors as what it was given; the addresses encoded."""
-    encoded: list[int] = []
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that encodes descriptors as what it was given."""
 
     def encode(address: int, *how: Any) -> Any:
-        encoded.append(address)
         return ("map", address, *(tuple(x) if isinstance(x, list) else x for x in how))
 
     active = SimpleNamespace(
@@ -77,7 +75,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         utils=SimpleNamespace(fill_tma_descriptor=encode),
     )  # fmt: skip
     monkeypatch.setattr(driver, "_active", active)
-    return encoded
 
 
 PLAIN = "*bf16", "*bf16", "i32", "fp32", "constexpr", "constexpr"
@@ -85,7 +82,7 @@ WITH_MAPS = "tensordesc<bf16[64, 32]>", "tensordesc<bf16[64, 32]>", *PLAIN[1:]
 
 
 @pytest.mark.parametrize("kinds", [PLAIN, WITH_MAPS, (("*bf16", ("*bf16", "i32")), *PLAIN[2:])])
-def test_the_c_function_is_given_what_triton_gives_it(kinds: tuple[Any, ...]) -> None:
+def test_the_c_function_is_given_what_triton_gives_it(kinds: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
     compiled = Compiled(tuple(map(str, kinds)), started)
 
@@ -95,6 +92,7 @@ def test_the_c_function_is_given_what_triton_gives_it(kinds: tuple[Any, ...]) ->
             return DESCRIBED(x), DESCRIBED(y), z
         return (x, y) if kinds is PLAIN else ((x, (y, 9)),)
 
+    monkeypatch.setattr(direct, "_MAPS", 1)
     start = direct.starter(compiled, GRID, first(), CONSTANTS)
     assert start is not None
     for given in (first(), first()):
@@ -110,24 +108,9 @@ def test_the_c_function_is_given_what_triton_gives_it(kinds: tuple[Any, ...]) ->
     assert theirs[0] != theirs[1], "the addresses differ"
 
 
-def test_a_map_is_encoded_once_for_an_address_and_few_are_kept(gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[Any] = []
-    x, y = memory(2)
-    start = direct.starter(Compiled(WITH_MAPS, started), GRID, (DESCRIBED(x), DESCRIBED(y), y), CONSTANTS)
-    assert start is not None
-    for first in ((16, 32, 48), (16, 32, 64), (32, 16, 48)):
-        start(first)
-    assert gpu == [16, 32, 32, 16]
-    monkeypatch.setattr(direct, "_MAPS", 2)
-    for first in ((64, 32, 48), (16, 32, 64)):
-        start(first)
-    assert gpu == [16, 32, 32, 16, 64, 32, 16, 32]
-
-
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
 def test_a_profiler_s_hooks_see_every_launch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[Any] = []
-    start = direct.starter(Compiled(PLAIN, started), GRID, tuple(memory(2)), CONSTANTS)
+    start = direct.starter(Compiled(PLAIN, []), GRID, tuple(memory(2)), CONSTANTS)
     assert start is not None
     chain = getattr(triton.knobs.runtime, name)
     assert start((16, 32))
@@ -139,40 +122,30 @@ def test_a_profiler_s_hooks_see_every_launch(name: str, monkeypatch: pytest.Monk
     assert start((16, 32))
     monkeypatch.setattr(triton.knobs.runtime, name, print)
     assert not start((16, 32))
-    assert len(started) == 2
 
 
 def _strange(compiled: Compiled) -> None:
     compiled._run = lambda *given: None
 
 
-def _bare(compiled: Compiled) -> None:
-    vars(compiled.run)["launch"] = len  # no function of Python around the C function
-
-
-CHANGES: dict[str, Callable[[Compiled], None]] = {
-    "another launcher": _strange,
-    "no wrapper": _bare,
-    "memory of its own": lambda compiled: vars(compiled.run).update(global_scratch_size=8),
-    "memory for a profiler": lambda compiled: vars(compiled.run).update(profile_scratch_size=8),
+CHANGES: dict[str, tuple[Callable[[Compiled], None], Any]] = {
+    "another launcher": (_strange, META),
+    "no function of Python around the C function": (lambda compiled: vars(compiled.run).update(launch=len), META),
+    "memory of its own": (lambda compiled: vars(compiled.run).update(global_scratch_size=8), META),
+    "memory for a profiler": (lambda compiled: vars(compiled.run).update(profile_scratch_size=8), META),
+    "descriptors that the kernel takes apart": (lambda compiled: None, None),
+    "padded FP4": (lambda compiled: None, {**META, "fp4_padded": True}),
 }
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_what_launches_otherwise_is_left_to_triton(change: Callable[[Compiled], None]) -> None:
-    compiled = Compiled(WITH_MAPS, [])
+@pytest.mark.parametrize(("change", "meta"), [(None, META), *CHANGES.values()], ids=["as known", *CHANGES])
+def test_what_launches_otherwise_is_left_to_triton(change: Callable[[Compiled], None] | None, meta: Any) -> None:
+    compiled = Compiled(WITH_MAPS, [], meta)
     x, y, z = memory(3)
-    first = DESCRIBED(x), DESCRIBED(y), z
-    assert direct.starter(compiled, GRID, first, CONSTANTS) is not None
-    change(compiled)
-    assert direct.starter(compiled, GRID, first, CONSTANTS) is None
-
-
-def test_descriptors_that_a_kernel_takes_apart_are_left_to_triton() -> None:
-    x, y, z = memory(3)
-    for meta in (None, {**META, "fp4_padded": True}):
-        compiled = Compiled(WITH_MAPS, [], meta)
-        assert direct.starter(compiled, GRID, (DESCRIBED(x), DESCRIBED(y), z), CONSTANTS) is None
+    if change is not None:
+        change(compiled)
+    start = direct.starter(compiled, GRID, (DESCRIBED(x), DESCRIBED(y), z), CONSTANTS)
+    assert (start is None) == (change is not None)
 
 
 @pytest.mark.parametrize("release", ["3.6.0", "9.9.0"])

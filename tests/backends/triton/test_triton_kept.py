@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from backwards import copied, make, saved
+from backwards import make, saved
 from torch import Tensor
 
 from attnbench import AttentionSpec, Mask
 from attnbench.errors import InputError
 from attnbench.kernels.contract import Inputs, Saved
-from attnbench.problem.fp8 import Quantised, Recipe, quantise
+from attnbench.problem.fp8 import Quantised, Recipe
 
 pytest.importorskip("triton")
 
@@ -186,22 +186,6 @@ def test_no_forward_gets_the_launch_of_memory_that_lies_otherwise(started: list[
     check(run, started)
 
 
-def test_calls_alike_look_their_launches_up(started: list[Started]) -> None:
-    kernel = TritonBackward("triton:fp8", narrow=False, declared_error=0.1, tiles=Tiles(TILE, TILE))
-    forward_ = TritonForward("fp8", FORWARD_TILE)
-    spec, (q, k, v, grad) = make(70, 90, head_dim=64)
-    found = []
-    for _ in range(2):
-        started.clear()
-        operands = forward_.prepare(Inputs(q.clone(), k.clone(), v.clone()), spec)
-        result = forward_.run(operands)
-        kernel.run(Saved(operands, result.out, result.lse), grad.clone())
-        found.append([each.launch for each in started])
-    assert [id(x) for x in found[0]] == [id(x) for x in found[1]]
-    names = [x.kernel.__name__ for x in found[0]]
-    assert names[-4:] == ["_lay_out_gradient", "_lay_out", "key_gradients", "query_gradients"]
-
-
 def test_threads_with_problems_of_their_own_get_their_own_answers() -> None:
     """The interpreter, which serves one thread at a time, is no reason to serve one caller."""
     kernel = TritonBackward("triton:fp8", narrow=False, declared_error=0.1, tiles=Tiles(TILE, TILE))
@@ -218,58 +202,9 @@ def test_threads_with_problems_of_their_own_get_their_own_answers() -> None:
             assert all(torch.equal(x, y) for x, y in zip(found, answer, strict=True))
 
 
-def test_a_gpu_that_runs_the_hopper_kernels_has_another_layout_than_one_that_does_not() -> None:
-    spec, (q, k, v, _) = make(70, 90, head_dim=64)
-    scales = tuple((x.shape, x.stride()) for x in (quantise(x, HEAD).descale for x in (q, k, v)))
-    found = [backward_plan._layout(spec, False, here, scales).served for here in (True, False, True)]
-    assert found == [True, False, True]
-
-
 def _e4m3(shape: tuple[int, ...], seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
-
-
-def test_tensors_laid_out_together_are_those_laid_out_alone_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    launches, start = [], Launch.__call__
-    monkeypatch.setattr(Launch, "__call__", lambda *said: (launches.append(said[0]), start(*said)))
-    zeros = torch.full((2, 3, 256, 64), torch.nan, dtype=torch.bfloat16)
-    ready = _e4m3((1, 2, 128, 64))
-    wanted: list[tuple[Tensor, dict[str, Any]]] = [
-        (_e4m3((2, 3, 150, 40)), {"wide": True, "zeroed": True}),
-        (ready, {}),
-        (_e4m3((1, 2, 300, 128)).mT.contiguous().mT, {"transposed": True, "interleaved": True}),
-        (beside(_e4m3((2, 1, 7, 33))), {}),
-        (ready, {"wide": True, "transposed": True}),
-    ]
-    found = copied(wanted, (zeros, *[None] * 4))
-    assert len(launches) == 1
-    assert not zeros.any()
-    assert found[1].data.data_ptr() == found[4].data.data_ptr() == ready.data_ptr()
-    for together, (x, more) in zip(found, wanted, strict=True):
-        (alone,) = copied([(x, {**more, "zeroed": False})])
-        for a, b in zip(together, alone, strict=True):
-            assert (a is None) is (b is None)
-            assert a is None or torch.equal(a.float(), b.float())
-    launches.clear()
-    copied([(ready, {}), (ready, {})])
-    assert not launches
-
-
-def test_rows_that_are_ready_are_copied_where_tma_could_not_read_them() -> None:
-    ready = _e4m3((1, 2, 128, 64))
-    off = moved(ready.view(torch.uint8)).view(ready.dtype)
-    for x in (ready, off, ready):
-        (found,) = copied([(x, {"wide": True})])
-        assert (found.data.data_ptr() == x.data_ptr()) is (x is ready)
-        assert torch.equal(found.data.float(), x.float())
-
-
-def test_copies_of_another_format_are_another_launch(started: list[Started]) -> None:
-    x = _e4m3((1, 2, 150, 64))
-    copied([(x, {})])
-    copied([(x.view(torch.float8_e5m2), {})])
-    assert started[0].launch is not started[1].launch
 
 
 @pytest.mark.parametrize("operand", "qkv")

@@ -1,84 +1,63 @@
-"""Launches that go around Triton's look at every argument: when they may, and that they start the same."""
+"""Launches that go around Triton's look at every argument, and what they share: no call gets another's memory."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.6")
+
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attnbench.backends.triton import launching
-from attnbench.backends.triton.launching import Launch, Launches, on
+from attnbench.backends.triton.blocks import Block, Wanted
+from attnbench.backends.triton.descriptors import Described, all_of
+from attnbench.backends.triton.forward.hopper import launch as forward_hopper_launch
+from attnbench.backends.triton.launching import Launch, Launches
+
+GRID = 3, 1, 1
+Make = Callable[[Tensor, list[int]], Any]
 
 
 class Kernel:
     """Stands for a ``JITFunction``: its launches answer with what was compiled, which can be launched as well."""
 
     def __init__(self) -> None:
-        self.asked, self.started = [], []
+        self.asked: list[Any] = []
+        self.started: list[Any] = []
 
-    def __getitem__(self, grid):
-        def launch(*arguments, **options):
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def launch(*arguments: Any, **options: Any) -> Any:
             self.asked.append((grid, arguments, options))
-            return Compiled(self)
+            return {GRID: lambda *arguments: self.started.append(arguments)}
 
         return launch
 
 
-class Compiled:
-    def __init__(self, kernel):
-        self.kernel = kernel
-
-    def __getitem__(self, grid):
-        return lambda *arguments: self.kernel.started.append((grid, arguments))
-
-
-@pytest.fixture
-def kernel(monkeypatch):
+def test_a_launch_is_known_the_second_time_on_each_gpu_unless_its_memory_is_not_aligned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, kernel = [0], Kernel()
     monkeypatch.setattr(launching, "_current_device", lambda: device[0])
-    return Kernel()
-
-
-device = [0]
-GRID = 3, 1, 1
-
-
-def test_the_second_launch_asks_nothing_and_has_the_memory_of_its_own_call(kernel):
     launch = Launch(kernel, GRID, (7, True), {"num_warps": 4})
-    launch(("first",), 256)
-    launch(("second",), 512)
-    assert kernel.asked == [(GRID, ("first", 7, True), {"num_warps": 4})]
-    assert kernel.started == [(GRID, ("second", 7, True))]
+    calls = ("odd first", 264, 0), ("first", 256, 0), ("second", 512, 0), ("odd", 264, 0), ("there", 256, 1)
+    for name, address, device[0] in (*calls, ("there again", 256, 1)):
+        launch((name,), address)
+    asked = ("odd first", "first", "odd", "there")
+    assert kernel.asked == [(GRID, (name, 7, True), {"num_warps": 4}) for name in asked]
+    assert kernel.started == [("second", 7, True), ("there again", 7, True)]
 
 
-@pytest.mark.parametrize("compiled_before", [False, True])
-def test_memory_that_is_not_aligned_is_triton_s_to_look_at(kernel, compiled_before):
-    launch = Launch(kernel, GRID, (7,), {})
-    if compiled_before:
-        launch(("aligned",), 256)
-    launch(("odd",), 256 + 8)
-    launch(("aligned again",), 512)
-    assert [call[1][0] for call in kernel.asked][-2 if not compiled_before else -1 :] == (
-        ["odd"] if compiled_before else ["odd", "aligned again"]
-    )
-    assert all(call[1][0] != "odd" for call in kernel.started)
-
-
-def test_another_gpu_has_a_program_of_its_own(kernel):
-    launch = Launch(kernel, GRID, (), {})
-    launch(("here",), 256)
-    device[0] = 1
-    try:
-        launch(("there",), 256)
-        launch(("there again",), 256)
-    finally:
-        device[0] = 0
-    assert [call[1] for call in kernel.asked] == [("here",), ("there",)]
-    assert [call[1] for call in kernel.started] == [("there again",)]
-
-
-def test_launches_that_differ_in_anything_but_memory_are_different_ones(kernel):
-    launches = Launches(kernel)
+def test_launches_that_differ_in_anything_but_memory_are_different_ones_and_few_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launches = Launches(Kernel())
     first = launches(GRID, (7,), (torch.float32,), num_warps=4)
     assert launches(GRID, (7,), (torch.float32,), num_warps=4) is first
     others = [
@@ -88,28 +67,91 @@ def test_launches_that_differ_in_anything_but_memory_are_different_ones(kernel):
         launches(GRID, (7,), (torch.float32,), num_warps=8),
     ]
     assert len({id(each) for each in (first, *others)}) == 5
-
-
-def test_no_more_launches_are_kept_than_a_program_repeats(kernel, monkeypatch):
     monkeypatch.setattr(launching, "_MOST", 3)
-    launches = Launches(kernel)
     for number in range(10):
         launches(GRID, (number,), ())
-        assert len(launches._made) <= 3
+    assert len(launches._made) <= 3
 
 
-def test_threads_that_share_a_launch_start_it_with_their_own_memory(kernel):
-    launch = Launch(kernel, GRID, (7,), {})
-    launch(("first",), 256)
+def memory(aligned: bool = True) -> Tensor:
+    """(2, 3, 64, 32) in bf16 that begins at a multiple of 16 bytes, or between two."""
+    x = torch.zeros(2 * 3 * 64 * 32 + 16, dtype=torch.bfloat16)
+    begin = -x.data_ptr() % 16 // 2 + (0 if aligned else 4)
+    return x[begin : begin + 2 * 3 * 64 * 32].view(2, 3, 64, 32)
+
+
+def facts_of(made: Any) -> dict[str, Any]:
+    """All that a descriptor says, but for its memory."""
+    return {name: tuple(x) if isinstance(x, list) else x for name, x in vars(made).items() if name != "base"}
+
+
+@pytest.mark.parametrize(
+    "make", [TensorDescriptor.from_tensor, forward_hopper_launch._descriptor], ids=["plain", "gluon"]
+)
+@pytest.mark.parametrize(("shape", "strides", "block"), [((384, 32), None, [64, 32]), ((6, 2048), (2048, 1), [4, 64])])
+def test_a_descriptor_is_what_triton_makes_of_the_memory_of_its_own_call(
+    make: Make, shape: tuple[int, ...], strides: tuple[int, ...] | None, block: list[int]
+) -> None:
+    described = Described(make, shape, block, strides)
+    tensors = [memory() for _ in range(3)]
+    made = [described(x) for x in tensors]
+    for each, x in zip(made, tensors, strict=True):
+        wanted = make(x.view(shape), block)
+        assert type(each) is type(wanted)
+        assert facts_of(each) == facts_of(wanted)
+        assert (each.base.data_ptr(), each.base.dtype) == (x.data_ptr(), x.dtype)
+    with pytest.raises(AssertionError, match="16-byte aligned"):
+        described(memory(aligned=False))
+    assert not any(isinstance(value, Tensor) for value in described._known[1].values()), "memory is kept alive"
+
+
+def test_no_thread_gets_another_s_memory() -> None:
+    described = Described(TensorDescriptor.from_tensor, (384, 32), (64, 32))
+
+    def work(_: int) -> bool:
+        x, y = memory(), memory()
+        found = all_of((described, described), (x, y))
+        return all(found[i].base.data_ptr() == each.data_ptr() for i, each in enumerate((x, y)))
+
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda number: launch((number,), 256), range(200)))
-    assert sorted(arguments[0] for _, arguments in kernel.started) == list(range(200))
+        assert all(pool.map(work, range(400)))
 
 
-def test_the_gpu_is_changed_only_where_it_is_another(monkeypatch):
-    monkeypatch.setattr(launching, "_current", lambda: 1)
-    with on(torch.device("cuda", 1)), on(torch.device("cpu")):
-        pass  # without a GPU any change would fail
-    changed = on(torch.device("cuda", 0))
-    assert isinstance(changed, torch.cuda.device)
-    assert changed.idx == 0
+@dataclass
+class _Encoded:
+    """Of a Triton that works on the address when a descriptor is made."""
+
+    base: Tensor
+    begin: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.begin = self.base.data_ptr()
+
+
+def test_one_that_holds_what_it_made_of_the_address_is_made_anew_each_time() -> None:
+    described = Described(lambda x, _: _Encoded(x), (384, 32), (64, 32))
+    for x in [memory() for _ in range(3)]:
+        assert described(x).begin == x.data_ptr()
+
+
+def test_parts_of_a_block_begin_where_kernels_may_load_them_and_are_zero_where_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "empty", lambda *sizes, **named: torch.full(sizes, 255, **named))
+    block = Block(
+        [
+            Wanted((3, 5), torch.float8_e4m3fn),
+            Wanted((7,), torch.float32, zeros=True),
+            Wanted((2, 16), torch.int32, zeros=True, width=13),
+            Wanted((1,), torch.float32),
+        ]
+    )
+    made = block.memory(torch.device("cpu"))
+    tensors = [made.of(part) for part in block.parts]
+    assert [tuple(x.shape) for x in tensors] == [(3, 5), (7,), (2, 13), (1,)]
+    assert [bool(x.float().any()) for x in tensors] == [True, False, False, True]
+    for x, part in zip(tensors, block.parts, strict=True):
+        assert x.data_ptr() == made.address + part.begin
+        assert part.begin % 256 == 0
+        x.copy_(torch.ones(x.shape))
+    assert all(bool((x.float() == 1).all()) for x in tensors), "one wrote into another's"

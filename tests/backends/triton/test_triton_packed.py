@@ -54,14 +54,17 @@ def allowed(forward: TritonForward, narrow: bool = False) -> float:
     return 0.0 if forward.recipe.granularity in ("tensor", "head") else 0.06 if narrow else 0.01
 
 
+BATCHES = documents(
+    50, MASKS, softcap=st.sampled_from([0.0, 2.0]), head_dim_v=st.sampled_from([24, 32]),
+    padding=st.sampled_from([None, None, "left", "right"]),
+)  # fmt: skip
+
+
 @settings(max_examples=examples(6, 100), deadline=None, phases=PHASES)
 @given(
-    documents(
-        50, MASKS, softcap=st.sampled_from([0.0, 2.0]), head_dim_v=st.sampled_from([24, 32]),
-        padding=st.sampled_from([None, None, "left", "right"]),
-    ),
+    BATCHES,
     st.sampled_from([*FORWARDS, TritonWideScores(TILE), TritonOnePass(TILE)]),
-)  # fmt: skip
+)
 def test_each_sequence_is_answered_as_if_it_were_alone(batch: Documents, forward: TritonForward) -> None:
     for found, alone in zip(answers(batch, forward), batch.alone(forward), strict=True):
         assert alike(found, alone, allowed(forward))
@@ -77,28 +80,12 @@ def test_sequences_stay_apart_where_a_hopper_kernels_tile_serves_the_plain_one(k
         assert alike(found, alone, allowed(forward))
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("sizes", [(192, 128), (256, 256)], ids=str)
-@pytest.mark.parametrize("backward", KERNELS, ids=lambda backward: backward.name)
-def test_each_sequence_of_wide_heads_has_the_gradients_that_it_has_alone(
-    sizes: tuple[int, int], backward: TritonBackward
-) -> None:
-    lengths = ((130, 130), (0, 0), (1, 1), (64, 200), (0, 70), (90, 0))
-    batch = Documents(lengths, Mask(right=0, alignment=END), head_dim=sizes[0], head_dim_v=sizes[1])
-    forward = TritonForward("fp8", TILE)
-    for found, alone in zip(answers(batch, forward, backward), batch.alone(forward, backward), strict=True):
-        assert alike(found, alone, 0.0)
-
-
 @settings(max_examples=examples(6, 60), deadline=None, phases=PHASES)
 @given(
-    documents(
-        50, MASKS, softcap=st.sampled_from([0.0, 2.0]), head_dim_v=st.sampled_from([24, 32]),
-        padding=st.sampled_from([None, None, "left", "right"]),
-    ),
+    BATCHES,
     st.sampled_from(FORWARDS),
     st.sampled_from(BACKWARDS),
-)  # fmt: skip
+)
 def test_each_sequence_has_the_gradients_that_it_has_alone(
     batch: Documents, forward: TritonForward, backward: TritonBackward
 ) -> None:
@@ -128,43 +115,6 @@ def test_keys_that_no_query_asks_for_get_no_gradient_whatever_they_hold(backward
         x.fill_(torch.nan)
     for x in answers(batch, FORWARDS[0], backward, parts)[1][3:]:
         assert torch.equal(x, torch.zeros_like(x))
-
-
-def test_sequences_in_another_order_have_the_same_answers() -> None:
-    lengths = ((20, 20), (0, 0), (45, 45), (3, 3))
-    batch = Documents(lengths, Mask(right=0))
-    order = [2, 3, 0, 1]
-    moved = Documents(tuple(lengths[i] for i in order), Mask(right=0))
-    parts = batch.parts()
-    found = answers(moved, FORWARDS[0], BACKWARDS[0], [parts[i] for i in order])
-    expected = answers(batch, FORWARDS[0], BACKWARDS[0])
-    for place, i in enumerate(order):
-        assert all(torch.equal(x, y) for x, y in zip(found[place], expected[i], strict=True))
-
-
-@pytest.mark.parametrize("side", ["q", "kv"])
-@pytest.mark.parametrize("whole", [False, True])
-def test_the_table_has_every_tile_once_and_the_longest_sequences_first(side: str, whole: bool) -> None:
-    tiled = maps.Tiled(side, 64, (128, 256), (300, 300), whole)  # type: ignore[arg-type]
-    table = maps.tile_map(Lengths("packed", CU, CU, 259, 259), 1, tiled, CU.device)
-    count = int(table[0, 0])
-    slot = 128 if side == "q" else 256
-    sizes = CU.diff().tolist()
-    expected = {}
-    at = 0
-    for start, size in zip(CU.tolist(), sizes, strict=False):
-        covered = max(-(-size // slot), 1) * slot if whole else size
-        expected |= {(start, at, top): size for top in range(0, covered, 64)}
-        at += max(-(-size // slot), 1) * slot
-    rows = table[1 : 1 + count].tolist()
-    column = 6 if side == "q" else 7
-    assert count <= table.shape[0] - 1
-    if not whole:  # sequences without a token start where others do
-        assert {(row[2], row[column], row[1]) for row in rows} == set(expected)
-    assert len(rows) == len(expected)
-    lengths = [row[3] for row in rows]
-    assert lengths == sorted(lengths, reverse=True)
-    assert all(row[1] < max(row[3], 1) or whole for row in rows)
 
 
 def test_a_table_is_kept_until_its_lengths_change() -> None:

@@ -1,18 +1,15 @@
 """Fused quantisation under Triton's interpreter, against ``attnbench.problem.fp8`` bit for bit and against FP64."""
 
 import math
-import re
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from quantising import bits, bound, laid_out
 
-from attnbench.backends.triton.launching import Launch
 from attnbench.backends.triton.quantise import layout as quantise_layout
-from attnbench.backends.triton.quantise import numbers as quantise_numbers
 from attnbench.backends.triton.quantise.launch import Request, Tiles, quantised, quantised_together
 from attnbench.errors import InputError
 from attnbench.problem.dtypes import TO_TORCH
@@ -154,45 +151,6 @@ def test_rotated_and_smoothed_it_is_half_an_ulp_from_the_truth(
         complete(found, shape[2])
 
 
-@settings(max_examples=examples(10, 150))
-@given(
-    shape=shapes,
-    layout=layouts,
-    dtype=dtypes,
-    granularity=st.sampled_from(GRANULARITIES),
-    smoothing=st.booleans(),
-    tiles=st.sampled_from(TILES),
-    seed=st.integers(0, 99),
-)
-def test_rotated_it_is_the_definition_but_for_last_bits(shape, layout, dtype, granularity, smoothing, tiles, seed):
-    """Of the scale, and of sums: few numbers, next to the middle between two of FP8's, go to the other one."""
-    assume(shape[2] > 1 or not smoothing)  # one token less its mean is what rounding leaves
-    x = laid_out(shape, layout, dtype, seed)
-    recipe = Recipe(granularity, "e4m3", "hadamard", smoothing)
-    (found,) = quantised_together([Request(x, rotate=True, smooth=True)], recipe, tiles)
-    wanted = quantise(x, recipe, rotate=True, smooth=True)
-    ours, theirs = (each.descale.expand(*shape[:3], 1) for each in (found.operand(recipe), wanted))
-    torch.testing.assert_close(ours, theirs, rtol=1e-5 if smoothing else 1e-6, atol=0)
-    here, there = found.data.double(), wanted.data.double()
-    assert torch.all((here - there).abs() <= torch.maximum(there.abs() / 8, torch.tensor(2.0**-9)) * 1.001 + 1e-3)
-    assert (here != there).double().mean() < (0.02 if smoothing else 0.002)
-
-
-def test_before_the_scale_of_a_head_is_known_nothing_is_rotated(monkeypatch):
-    """The first pass is as cheap as without a rotation: it works where there are no signs to be multiplied with."""
-    passes, memory = [], []
-    monkeypatch.setattr(Launch, "__call__", lambda launch, first, addresses: passes.append((launch, first)))
-    x = laid_out((1, 2, 100, 32), "bhsd", torch.bfloat16)
-    quantised(x, Recipe("head", rotation="hadamard"), rotate=True)
-    monkeypatch.undo()
-    for launch, ((job,),) in passes[:1]:
-        nothing = job._replace(signs=torch.full_like(job.signs, math.nan))
-        launch(((nothing,),), 1)
-        memory.append(job.partial.view(torch.float32))
-    assert [launch.kernel.__name__ for launch, _ in passes] == ["largest_magnitudes", "cast"]
-    torch.testing.assert_close(memory[0].amax((0, 2)).double(), bound(x.double()).amax((0, 2, 3)), rtol=1e-6, atol=0)
-
-
 @pytest.mark.parametrize("rotation", ["none", "hadamard"])
 def test_what_the_recipe_has_applies_only_where_it_is_asked_for(rotation):
     x = laid_out((1, 2, 40, 32), "bhsd", torch.float32)
@@ -233,45 +191,6 @@ def test_an_operand_without_rows_puts_its_tokens_in_order_when_they_are_read():
     assert operand.data is operand.data
     assert torch.equal(operand.dequantised(torch.float32), wanted.dequantised(torch.float32))
     assert torch.equal(other.dequantised(torch.float32), 2 * wanted.dequantised(torch.float32))
-
-
-@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
-def test_the_assembly_turns_four_tokens(format):
-    """The interpreter has no PTX: here each instruction of it is one of Python, as the PTX ISA describes it."""
-    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)) * 100  # tokens, and places of the head dimension
-    wanted = x.to(TO_TORCH[format]).view(torch.uint8).tolist()
-    text = {"e4m3": quantise_numbers._E4M3, "e5m2": quantise_numbers._E5M2}[format].value
-    values = {f"${8 + i}": number for i, number in enumerate(x.flatten().tolist())}
-    for line in text.strip("{} ").split(";"):
-        name, into, *rest = re.findall(r"[$.\w]+", line) or [".reg", ""]
-        if name.startswith("cvt"):
-            assert name == f"cvt.rn.satfinite.{format}x2.f32"
-            pair = torch.tensor([values[rest[1]], values[rest[0]]]).to(TO_TORCH[format]).view(torch.uint8)
-            values[into] = pair.tolist()
-        elif name == "mov.b32":
-            values[into] = [byte for each in rest for byte in values[each]]
-        elif name == "prmt.b32":
-            both, digits = values[rest[0]] + values[rest[1]], int(rest[2], 16)
-            values[into] = [both[digits >> 4 * i & 15] for i in range(4)]
-        else:
-            assert name == ".reg"
-    assert [values[f"${i}"] for i in range(4)] == wanted
-    assert [values[f"${4 + i}"] for i in range(4)] == [list(column) for column in zip(*wanted, strict=True)]
-
-
-@settings(max_examples=examples(3, 50))
-@given(length=st.integers(2, 200), rotation=st.sampled_from(["none", "hadamard"]), data=st.data())
-def test_no_token_depends_on_a_later_one(length, rotation, data):
-    cut = data.draw(st.integers(1, length - 1))
-    x = laid_out((1, 2, length, 16), "bhsd", torch.bfloat16)
-    other = x.clone()
-    other[:, :, cut:] *= -300
-    recipe = Recipe("token", rotation=rotation)
-    ours, theirs = (quantised(each, recipe, transposed=True, rotate=True) for each in (x, other))
-    assert torch.equal(bits(ours.data[:, :, :cut]), bits(theirs.data[:, :, :cut]))
-    assert torch.equal(bits(ours.transposed[..., :cut]), bits(theirs.transposed[..., :cut]))
-    assert torch.equal(ours.descale[:, :, :cut], theirs.descale[:, :, :cut])
-    assert not torch.equal(ours.descale[:, :, cut:], theirs.descale[:, :, cut:])
 
 
 @pytest.mark.parametrize(("granularity", "sizes"), every_pair(SHARED, [(12, 20, 24), (2, 200, 4), (3, 130, 1)]))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
-
 import dense
 import torch
 from torch import Tensor
@@ -13,7 +10,7 @@ from attnbench import AttentionSpec, Mask
 from attnbench.kernels.contract import BackwardKernel, Operands, Saved, gradient_dtype
 from attnbench.problem.fp8 import Recipe, quantise
 
-__all__ = ["LONG", "Copied", "check", "copied", "exactly_eight_bits", "make", "saved"]
+__all__ = ["LONG", "check", "exactly_eight_bits", "make", "saved"]
 
 # Longer than every tile, so that blocks are skipped, whole, and cut on both sides.
 LONG = [
@@ -68,25 +65,3 @@ def check(kernel: BackwardKernel, given: Saved, grad_out: Tensor, allowed: float
         assert (x.shape, x.dtype) == (wanted.shape, gradient_dtype(spec)), name
         error = (x.double() - wanted).norm().item()
         assert error <= allowed * max(wanted.norm().item(), 0.1 * size, 1e-6), (name, error, wanted.norm(), size)
-
-
-class Copied(NamedTuple):
-    """Copies of a tensor as the backward's kernels read it, as tensors."""
-
-    data: Tensor
-    wide: Tensor | None
-    transposed: Tensor | None
-
-
-def copied(wanted: Sequence[tuple[Tensor, dict[str, Any]]], zeros: Sequence[Tensor | None] = ()) -> list[Copied]:
-    """Copies of e4m3 tensors in one launch, each with these fields of a ``Source``, and memory that becomes zeros."""
-    from attnbench.backends.triton.backward.copies import Source, aligned, copies_of, lay_out
-    from attnbench.backends.triton.blocks import Block, Piece, tensor_of
-
-    tensors, nothing = [x for x, _ in wanted], [None] * len(wanted)
-    copies = copies_of([Source(x.shape, x.stride(), x.dtype, aligned(x), **more) for x, more in wanted])
-    block, device = Block(copies.wanted), tensors[0].device
-    memory = block.memory(device)
-    places = [None if part is None else Piece(memory, part) for part in block.parts]
-    laid = lay_out(copies, tensors, places, zeros or nothing, nothing, device)
-    return [Copied(*map(tensor_of, each[:3])) for each in laid]  # type: ignore[arg-type]
