@@ -175,7 +175,7 @@ def test_compiled_with_graphs_of_its_own(grad):
 
 @pytest.mark.parametrize("keys", [2**16, 2**17])
 @pytest.mark.parametrize("plan", LONG)
-def test_a_short_accumulator_is_found_at_long_contexts(plan, keys, capsys):
+def test_a_short_accumulator_is_found_at_long_contexts(plan, keys):
     """FP8 that is right on values around zero and wrong on biased ones, from 64k keys on; what promotes is right."""
     q, k, v = tensors(1024, keys, batch=1)
     able((q, k, v), plan)
@@ -184,8 +184,7 @@ def test_a_short_accumulator_is_found_at_long_contexts(plan, keys, capsys):
             for _ in range(4):
                 attention(q, k, v + shift, backend=plan)
         errors = [f"{each.error:.3f}" for each in watch.breaches]
-        with capsys.disabled():
-            print(f"\n{plan}, {keys} keys, V {shift:+.1f}: {len(errors)} of {watch.checks} checks alarmed {errors}")
+        print(f"{plan}, {keys} keys, V {shift:+.1f}: {len(errors)} of {watch.checks} checks alarmed {errors}")
         assert bool(watch.breaches) == (plan == "fa3:fp8" and shift != 0.0)
         assert not watch.skipped
 
@@ -201,7 +200,7 @@ def seconds(run, rounds: int) -> float:
 
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize(("direction", "plan"), [(name, plan) for name, plans in COSTS.items() for plan in plans])
-def test_the_cost_at_8k(direction, plan, batch, capsys):
+def test_the_cost_at_8k(direction, plan, batch):
     """Less than one per cent of the time of the calls between two checks."""
     x = tensors(8192, batch=batch, heads=16, grad=direction == "training")
     able(x, plan)
@@ -221,10 +220,9 @@ def test_the_cost_at_8k(direction, plan, batch, capsys):
         call()
         between = typical()
     share = (checked - plain) / (EVERY * plain)
-    with capsys.disabled():
-        print(
-            f"\n{plan}, {direction}, batch {batch}: call {1e3 * plain:.3f} ms, {1e3 * between:.3f} ms between checks, "
-            f"{1e3 * (checked - plain):.3f} ms a check, {share:.3%} with every={EVERY}"
-        )
+    print(
+        f"\n{plan}, {direction}, batch {batch}: call {1e3 * plain:.3f} ms, {1e3 * between:.3f} ms between checks, "
+        f"{1e3 * (checked - plain):.3f} ms a check, {share:.3%} with every={EVERY}"
+    )
     assert watch.checks == 35 * (2 if direction == "training" else 1)
     assert share < 0.01

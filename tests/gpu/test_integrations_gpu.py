@@ -31,24 +31,18 @@ def rows(seed=0, heads=4, length=1024):
     return torch.randn(2, heads, length, 128, device="cuda", dtype=torch.bfloat16, generator=draw).requires_grad_()
 
 
-def pair(kind, settings):
-    pytest.importorskip("transformers")
-    # Scores far apart would turn the rounding of bf16 activations into other answers, with any attention.
-    model, ours = decoders(kind, settings, gain=1)
-    return model.cuda().bfloat16(), ours.cuda().bfloat16(), tokens(length=1024).cuda()
-
-
-@pytest.mark.parametrize(("kind", "settings"), [("LlamaConfig", LARGER), ("MistralConfig", WINDOWED)])
-def test_transformers_in_bf16(kind, settings):
+@pytest.fixture
+def register():
     pytest.importorskip("transformers")
     from attnbench.integrations.transformers import register
 
-    calls = register()
-    model, ours, x = pair(kind, settings)
-    wanted, found = step(model, x, use_cache=False), step(ours, x, use_cache=False)
-    assert calls.served == 2
-    assert error(found[0], wanted[0]) < BF16
-    assert worst(found[1], wanted[1], least=1e-2) < BF16
+    return register
+
+
+def pair(kind, settings):
+    # Scores far apart would turn the rounding of bf16 activations into other answers, with any attention.
+    model, ours = decoders(kind, settings, gain=1)
+    return model.cuda().bfloat16(), ours.cuda().bfloat16(), tokens(length=1024).cuda()
 
 
 @pytest.mark.parametrize(
@@ -60,17 +54,14 @@ def test_transformers_in_bf16(kind, settings):
         ("MistralConfig", WINDOWED),
     ],
 )
-@pytest.mark.parametrize("batch", ["left", "right", "positions"])
-def test_transformers_attends_to_sequences_of_unequal_length(kind, settings, batch):
-    pytest.importorskip("transformers")
-    from attnbench.integrations.transformers import register
-
+@pytest.mark.parametrize("batch", ["whole", "left", "right", "positions"])
+def test_transformers_attends_to_sequences_of_equal_and_unequal_length(register, kind, settings, batch):
     calls = register()
     model, ours, x = pair(kind, settings)
     real, named = torch.ones_like(x), {"use_cache": False}
     if batch == "positions":
         named["position_ids"] = torch.arange(512, device="cuda").repeat(2, 2)
-    else:
+    elif batch != "whole":
         real[0, slice(0, 300) if batch == "left" else slice(724, None)] = 0
         named["attention_mask"] = real
     labels = x.masked_fill(real == 0, -100)
@@ -82,10 +73,7 @@ def test_transformers_attends_to_sequences_of_unequal_length(kind, settings, bat
 
 
 @pytest.mark.parametrize("asked", [{"max_error": 0.12}, {"backend": "triton", "dtype": "fp8"}])
-def test_transformers_in_fp8_within_the_budget(asked):
-    pytest.importorskip("transformers")
-    from attnbench.integrations.transformers import register
-
+def test_transformers_in_fp8_within_the_budget(register, asked):
     calls = register("attnbench", **asked)
     model, ours, x = pair("LlamaConfig", LARGER)
     wanted, found = step(model, x, use_cache=False), step(ours, x, use_cache=False)
@@ -96,10 +84,7 @@ def test_transformers_in_fp8_within_the_budget(asked):
         assert error(found[0], wanted[0]) > 1e-3
 
 
-def test_transformers_decodes_as_sdpa_does():
-    pytest.importorskip("transformers")
-    from attnbench.integrations.transformers import register
-
+def test_transformers_decodes_as_sdpa_does(register):
     register()
     model, ours, x = pair("LlamaConfig", LARGER)
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -110,10 +95,7 @@ def test_transformers_decodes_as_sdpa_does():
     assert (scores.max(-1).values - chosen).max() < 0.05 * scores.std()
 
 
-def test_a_compiled_model_of_transformers_is_one_graph():
-    pytest.importorskip("transformers")
-    from attnbench.integrations.transformers import register
-
+def test_a_compiled_model_of_transformers_is_one_graph(register):
     register()
     model, ours, x = pair("LlamaConfig", LARGER)
     wanted = step(model, x, use_cache=False)
@@ -124,11 +106,8 @@ def test_a_compiled_model_of_transformers_is_one_graph():
     assert worst(gradients, wanted[1], least=1e-2) < BF16
 
 
-def test_masks_wait_for_the_device_where_they_are_made_and_not_in_the_layers():
+def test_masks_wait_for_the_device_where_they_are_made_and_not_in_the_layers(register):
     """With no padding mask nothing waits at all; with one, a forward waits once, however many layers there are."""
-    pytest.importorskip("transformers")
-    from attnbench.integrations.transformers import register
-
     register()
     waits = []
     for layers in (1, 3):

@@ -176,19 +176,6 @@ def test_a_replay_computes_what_the_call_does_from_what_lies_there_now():
 
 
 @pytest.mark.usefixtures("usable")
-def test_recording_leaves_the_inputs_as_they_are():
-    x, y = whole(SIZE, SIZE), whole(SIZE, SIZE, seed=1)
-    before = x.clone(), y.clone()
-    replay = replay_of(partial(product, x, y), DEVICE)
-    assert replay is not None
-    for _ in range(3):
-        replay()
-    torch.cuda.synchronize()
-    assert torch.equal(x, before[0])
-    assert torch.equal(y, before[1])
-
-
-@pytest.mark.usefixtures("usable")
 def test_a_replay_keeps_what_its_graph_reads():
     """Nobody else holds the operands; whoever allocates next must not be given their memory."""
     inputs = whole(SIZE, SIZE), whole(SIZE, SIZE, seed=1)
@@ -301,8 +288,3 @@ def test_samples_of_a_replay_are_those_of_the_device():
     assert not replayed.host_bound
     assert statistics.median(replayed.device_ms) <= 1.1 * statistics.median(called.device_ms)
     assert statistics.median(replayed.host_ms) < statistics.median(called.host_ms)
-
-
-def test_the_record_says_that_the_l2_is_evicted():
-    written = 2 * torch.cuda.get_device_properties(DEVICE).L2_cache_size
-    assert f"{written} bytes written before each sample" in timer().conditions

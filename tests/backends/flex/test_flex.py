@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from attnbench.backends.flex import backend as flex
 from attnbench.backends.flex.blocks import BLOCK, block_mask, packed_blocks
-from attnbench.backends.flex.compiler import _default_cache_folder, compiler_reason
 from attnbench.kernels.capabilities import Device
 from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Saved
 from attnbench.kernels.registry import registry
@@ -30,7 +28,6 @@ from examples import examples
 
 CPU = Device("cpu", "CPU")
 H200 = Device("cuda", "NVIDIA H200", (9, 0))
-B200 = Device("cuda", "NVIDIA B200", (10, 0))
 FORWARDS = {k.name: k for k in flex.BACKEND.kernels if isinstance(k, ForwardKernel)}
 BACKWARDS = {k.name: k for k in flex.BACKEND.kernels if isinstance(k, BackwardKernel)}
 CAUSAL_END = Mask(right=0, alignment="bottom-right")
@@ -110,12 +107,6 @@ def test_another_window_length_or_cap_is_the_same_program() -> None:
     out, truth = out_of(spec_of(140, 399, Mask(left=90, right=0), softcap=0.4))
     assert relative_l2(out, truth) <= 0.01
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
-
-
-@needs_avx2
-def test_tensors_of_any_strides() -> None:
-    out, truth = out_of(spec_of(130, 257, Mask()), strided=True)
-    assert relative_l2(out, truth) <= 0.01
 
 
 @needs_avx2
@@ -204,73 +195,6 @@ def test_packed_sequences_are_what_they_are_alone(mask: Mask) -> None:
         for own in lengths.sequences(spec, whole[0], whole[1]):
             exact = dense_attention(own.q(whole[0]), own.kv(whole[1]), own.kv(whole[2]), own.spec)[0]
             assert relative_l2(own.q(out), exact) <= 0.01
-
-
-@needs_avx2
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "/dev/null"])
-def test_without_a_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, compiler: str) -> None:
-    monkeypatch.setenv("CXX", compiler)
-    assert "g++" in refused_afresh(CPU)
-
-
-def test_without_triton_no_gpu_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.utils._triton.has_triton_package", lambda: False)
-    assert "needs Triton" in refused_afresh(H200)
-
-
-def test_the_cache_folder_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    def nobody() -> str:
-        raise KeyError("getpwuid(): uid not found")
-
-    for user in (lambda: "me", lambda: "DOMAIN\\me:too", nobody):
-        monkeypatch.setattr("getpass.getuser", user)
-        assert _default_cache_folder() == default_cache_dir()
-
-
-def refused_afresh(device: Device) -> str:
-    """The one refusal of a machine that is asked again what it has to compile with."""
-    compiler_reason.cache_clear()
-    try:
-        (reason,) = FORWARDS["flex:bf16"].refusals(spec_of(64, 64, Mask()), device)
-    finally:
-        compiler_reason.cache_clear()
-    return reason
-
-
-def test_paths_that_split_the_compilers_command_line_are_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    spaced = str(tmp_path / "a b")
-    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")  # without it, that is the reason
-    for path in ("torch", "Python"):
-        with monkeypatch.context() as patch:
-            patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-            if path == "torch":
-                patch.setattr(torch, "__path__", [spaced])
-            else:
-                patch.setattr("sysconfig.get_path", lambda name: spaced)
-            assert f"no {path} with a space in its path, {spaced}" in refused_afresh(CPU)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", spaced)
-    assert f"{spaced}; name another in TORCHINDUCTOR_CACHE_DIR" in refused_afresh(CPU)
-
-
-def test_a_capability_below_that_of_the_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process with ATEN_CPU_CAPABILITY=avx2 on a CPU with AVX-512, whose results were wrong."""
-    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
-    for has_avx512 in (True, False):
-        monkeypatch.setattr("torch.cpu._is_avx512_supported", lambda has_avx512=has_avx512: has_avx512)
-        assert ("ATEN_CPU_CAPABILITY" in (compiler_reason.__wrapped__("cpu") or "")) == has_avx512
-
-
-def test_a_cache_folder_that_cannot_be_written_is_refused_on_every_device(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "folder"))
-    for device in (CPU, Device("cuda", "GPU", (9, 0))):
-        assert "cannot write its cache folder" in refused_afresh(device)
 
 
 def test_an_fp8_backward_is_refused_for_a_reason_and_16_bits_can_follow() -> None:

@@ -1,22 +1,16 @@
-"""The tiles of FlexAttention: which one a spec gets, that it reaches the kernel, and how the table is made."""
+"""The tiles of FlexAttention: which one a spec gets, and that it reaches the kernel."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from collections.abc import Mapping
 from functools import partial
-from types import ModuleType
 
 import pytest
 import torch
-from places import TESTS
 from problems import Problem
 from torch.nn.attention.flex_attention import AuxOutput
 
 from attnbench.backends.flex import backend as flex
-from attnbench.backends.flex.blocks import BLOCK
-from attnbench.backends.flex.tiles import TILES, TileKey, kernel_options
+from attnbench.backends.flex.tiles import TileKey, kernel_options
 from attnbench.kernels.capabilities import Device
 from attnbench.kernels.contract import ForwardKernel, Inputs
 from attnbench.problem.mask import Mask
@@ -24,7 +18,6 @@ from attnbench.problem.spec import AttentionSpec
 
 H200 = Device("cuda", "NVIDIA H200", (9, 0))
 FORWARDS = {k.name: k for k in flex.BACKEND.kernels if isinstance(k, ForwardKernel)}
-TUNER = TESTS / "gpu" / "tune" / "tune_flex.py"
 
 
 def spec_of(seqlen_q: int, seqlen_kv: int, mask: Mask, **more: object) -> AttentionSpec:
@@ -71,50 +64,15 @@ def test_a_group_that_no_block_of_the_mask_holds_is_not_given_to_the_kernel_for_
     assert kernel_options(spec, HOPPER, "bf16") == ({"FORCE_USE_FLEX_ATTENTION": True} if unfit else {})
 
 
-def faults(tiles: Mapping[TileKey, Mapping[str, object]]) -> list[TileKey]:
-    """Entries that torch would refuse, or silently not use."""
-    wrong = []
-    for key, options in tiles.items():
-        blocks = (
-            {"BLOCK_M", "BLOCK_N"} if key.direction == "forward" else {"BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"}
-        )
-        sizes = [options.get(name) for name in blocks]
-        allowed = {*blocks, "num_warps", "num_stages"} | ({"USE_TMA"} if key.direction == "forward" else set())
-        fine = (
-            set(options) <= allowed
-            and all(isinstance(size, int) and BLOCK % size == 0 for size in sizes)  # the mask's blocks hold whole tiles
-            and key.precision in ("bf16", "fp8")
-            and key.head_dim & (key.head_dim - 1) == 0
-            and (
-                key.direction == "forward"
-                or (options["BLOCK_N1"] % options["BLOCK_M1"], options["BLOCK_M2"] % options["BLOCK_N2"]) == (0, 0)
-            )
-        )
-        wrong += [] if fine else [key]
-    return wrong
-
-
-def test_every_committed_tile_is_one_that_the_kernel_takes() -> None:
-    assert faults(TILES) == []
-    assert faults(MEASURED) == []
-    key = TileKey(HOPPER, "bf16", 128, "none", "forward")
-    assert faults({key: {**TILE, "BLOCK_M": 96}}) == [key]
-    assert faults({key: {**TILE, "BLOCK_M1": 64}}) == [key]
-
-
-@pytest.mark.parametrize("name", ["flex:bf16", "flex:fp8"])
-def test_the_tile_reaches_the_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("precision", "head_dim"), [("bf16", 16), ("fp8", 32)])
+def test_the_tile_reaches_the_kernel(precision: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through prepare, and from there into the call: torch's own check of its options sees them."""
-    tiles = {
-        TileKey(
-            HOPPER, "fp8" if name == "flex:fp8" else "bf16", 16 if name == "flex:bf16" else 32, "none", "forward"
-        ): TILE
-    }
+    tiles = {TileKey(HOPPER, precision, head_dim, "none", "forward"): TILE}
     monkeypatch.setattr(flex, "kernel_options", partial(kernel_options, tiles=tiles))
     monkeypatch.setattr(flex, "describe", lambda device: H200)
-    spec = spec_of(128, 128, Mask(), head_dim=16 if name == "flex:bf16" else 32)
-    forward = FORWARDS[name]
-    native = forward.prepare(Inputs.of(Problem(spec, "bhsd", False, 0).tensors()[:3]), spec).native
+    spec = spec_of(128, 128, Mask(), head_dim=head_dim)
+    inputs = Inputs.of(Problem(spec, "bhsd", False, 0).tensors()[:3])
+    native = FORWARDS[f"flex:{precision}"].prepare(inputs, spec).native
     assert native.options == {f"fwd_{option}": value for option, value in TILE.items()}
     seen: list[object] = []
     monkeypatch.setattr(
@@ -122,42 +80,3 @@ def test_the_tile_reaches_the_kernel(name: str, monkeypatch: pytest.MonkeyPatch)
     )
     flex._attend(native, spec.scale, False, torch.bfloat16)
     assert seen[0]["kernel_options"] == native.options
-
-
-@pytest.fixture(scope="module")
-def tuner() -> ModuleType:
-    found = importlib.util.spec_from_file_location("tune_flex", TUNER)
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    sys.modules["tune_flex"] = module  # dataclasses look their module up
-    found.loader.exec_module(module)
-    return module
-
-
-def test_the_tuner_tries_only_tiles_that_the_kernel_takes(tuner: ModuleType) -> None:
-    keys = tuner.cells(HOPPER)
-    assert len(set(keys)) == 18
-    for key in keys:
-        default, *others = tuner.candidates(key)
-        assert default == {}
-        assert len(others) >= 5
-        assert len({tuple(each.items()) for each in others}) == len(others)
-        for each in others:
-            assert faults({key: each}) == []
-
-
-@pytest.mark.parametrize(
-    ("short", "long", "number"),
-    [
-        ({0: 1.0, 1: 0.9, 2: 0.8}, {0: 10.0, 1: 9.0, 2: 8.5}, 2),
-        ({0: 1.0, 1: 0.9, 2: 0.7}, {0: 10.0, 1: 9.0, 2: 10.2}, 1),  # 2 loses at the longer length
-        ({0: 1.0, 1: 0.99}, {0: 10.0, 1: 9.9}, None),  # a gain too small to tell
-        ({0: 1.0, 1: 0.5}, {0: 10.0}, None),  # not measured at both
-        ({1: 0.5}, {1: 5.0}, None),  # no default to hold it against
-    ],
-)
-def test_a_tile_is_committed_where_it_gains_and_loses_nowhere(
-    tuner: ModuleType, short: dict[int, float], long: dict[int, float], number: int | None
-) -> None:
-    assert tuner.chosen([short, long]) == number

@@ -92,10 +92,10 @@ def test_the_c_function_is_given_what_triton_gives_it(kinds: tuple[Any, ...], mo
             return DESCRIBED(x), DESCRIBED(y), z
         return (x, y) if kinds is PLAIN else ((x, (y, 9)),)
 
-    monkeypatch.setattr(direct, "_MAPS", 1)
+    monkeypatch.setattr(direct, "_MAPS", 2)
     start = direct.starter(compiled, GRID, first(), CONSTANTS)
     assert start is not None
-    for given in (first(), first()):
+    for given in (first(), first(), first()):
         compiled[GRID](*given, *CONSTANTS)
         assert start(addresses(given))
     theirs, ours = started[::2], started[1::2]

@@ -58,7 +58,7 @@ def specs() -> list[AttentionSpec]:
 
 @by_both
 @in_both
-def test_it_refuses_or_agrees_with_dense_fp64(backend: str, precision: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_refuses_or_agrees_with_dense_fp64(backend: str, precision: str) -> None:
     """The 16-bit backward is fed by its own forward's result and by an exact one's, in turns."""
     sweep, name = Sweep(DEVICE), f"{backend}:{precision}"
     random_state = torch.cuda.get_rng_state()
@@ -68,8 +68,7 @@ def test_it_refuses_or_agrees_with_dense_fp64(backend: str, precision: str, caps
         if ran is not None:
             own = index % 3 or BACKWARDS[name].follows is not None
             sweep.backward(BACKWARDS[name], truth, Saved(ran[0], *ran[1]) if own else sweep.exact(truth))
-    with capsys.disabled():
-        print(f"\n{sweep.report()}")
+    print(sweep.report())
     assert not any(sweep.faults.values())
     assert all(sweep.served[f"{name} {way}"] > 10 for way in ("fwd", "bwd"))
     assert torch.equal(torch.cuda.get_rng_state(), random_state)

@@ -17,6 +17,7 @@ from attnbench.problem.fp8 import Recipe, quantise
 
 FORWARDS = {k.name: k for k in flex.BACKEND.kernels if isinstance(k, ForwardKernel)}
 BACKWARDS = {k.name: k for k in flex.BACKEND.kernels if isinstance(k, BackwardKernel)}
+DEVICE = torch.device("cuda", 0)
 END = "bottom-right"
 
 
@@ -51,8 +52,16 @@ FP8_SPECS = [
 ]
 
 
-def test_16_bits_agree_with_dense_fp64(capsys: pytest.CaptureFixture[str]) -> None:
-    sweep = Sweep(torch.device("cuda", 0))
+@pytest.fixture
+def fp8() -> ForwardKernel:
+    """The float8 forward, where this GPU has it."""
+    if FORWARDS["flex:fp8"].refusals(FP8_SPECS[0], describe(DEVICE)):
+        pytest.skip("this GPU has no FP8 FlexAttention")
+    return FORWARDS["flex:fp8"]
+
+
+def test_16_bits_agree_with_dense_fp64() -> None:
+    sweep = Sweep(DEVICE)
     for index, spec in enumerate(SPECS):
         truth, name = Truth.of(spec, index, sweep.device), f"flex:{spec.dtype}"
         ran = sweep.forward(FORWARDS[name], truth)
@@ -61,67 +70,51 @@ def test_16_bits_agree_with_dense_fp64(capsys: pytest.CaptureFixture[str]) -> No
             sweep.backward(BACKWARDS[name], truth, saved)
             if index == 1:  # the graph stays: a backward may be timed more than once
                 sweep.backward(BACKWARDS[name], truth, saved)
-    with capsys.disabled():
-        print(f"\n{sweep.report()}")
+    print(sweep.report())
     assert not any(sweep.faults.values())
     assert not any(sweep.refused.values())
 
 
-def test_float8_agrees_with_dense_fp64(capsys: pytest.CaptureFixture[str]) -> None:
+def test_float8_agrees_with_dense_fp64(fp8: ForwardKernel) -> None:
     """The log-sum-exp too is held to what eight bits leave of it."""
-    sweep = Sweep(torch.device("cuda", 0))
-    forward = FORWARDS["flex:fp8"]
-    if forward.refusals(FP8_SPECS[0], describe(sweep.device)):
-        pytest.skip("this GPU has no FP8 FlexAttention")
+    sweep = Sweep(DEVICE)
     for index, spec in enumerate(FP8_SPECS):
-        sweep.forward(forward, Truth.of(spec, index, sweep.device))
-    with capsys.disabled():
-        print(f"\n{sweep.report()}")
+        sweep.forward(fp8, Truth.of(spec, index, sweep.device))
+    print(sweep.report())
     assert not any(sweep.faults.values())
     assert not any(sweep.refused.values())
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "head"])
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
-def test_tensors_quantised_beforehand(granularity: str, softcap: float) -> None:
-    device = torch.device("cuda", 0)
+def test_tensors_quantised_beforehand(fp8: ForwardKernel, granularity: str, softcap: float) -> None:
     given = FP8_SPECS[1].replace(dtype="e4m3", descale=granularity, softcap=softcap)
-    forward = FORWARDS["flex:fp8"]
-    if forward.refusals(given, describe(device)):
-        pytest.skip("this GPU has no FP8 FlexAttention")
-    q, k, v, _ = Truth.of(FP8_SPECS[1], 1, device).inputs
-    operands = forward.prepare(Inputs.of(quantise(x, Recipe(granularity)) for x in (q, k, v)), given)
-    result = forward.run(operands)
+    q, k, v, _ = Truth.of(FP8_SPECS[1], 1, DEVICE).inputs
+    operands = fp8.prepare(Inputs.of(quantise(x, Recipe(granularity)) for x in (q, k, v)), given)
+    result = fp8.run(operands)
     truth, _ = dense.dense_attention(*operands.tensors(torch.float64), given)
     assert result.out.dtype == torch.bfloat16
-    assert dense.relative_l2(result.out, truth) <= forward.declared_error
+    assert dense.relative_l2(result.out, truth) <= fp8.declared_error
 
 
-def test_float8_serves_a_backward_of_another_backend() -> None:
+def test_float8_serves_a_backward_of_another_backend(fp8: ForwardKernel) -> None:
     from attnbench.backends.sdpa.flash import BACKEND
 
-    device = torch.device("cuda", 0)
     spec = spec_of(256, 256, 64, 1, Mask())
-    forward = FORWARDS["flex:fp8"]
-    if forward.refusals(spec, describe(device)):
-        pytest.skip("this GPU has no FP8 FlexAttention")
     backward = next(k for k in BACKEND.kernels if isinstance(k, BackwardKernel) and k.name.endswith(":bf16"))
-    truth = Truth.of(spec, 0, device)
-    operands = forward.prepare(Inputs.of(truth.inputs[:3]), spec)
-    found = backward.run(Saved(operands, *forward.run(operands)), truth.inputs[3])
+    truth = Truth.of(spec, 0, DEVICE)
+    operands = fp8.prepare(Inputs.of(truth.inputs[:3]), spec)
+    found = backward.run(Saved(operands, *fp8.run(operands)), truth.inputs[3])
     for each, wanted in zip(found, truth.gradients, strict=True):
         assert dense.relative_l2(each, wanted) <= 0.15
 
 
-def test_the_refused_float8_backward_fails() -> None:
-    device = torch.device("cuda", 0)
+def test_the_refused_float8_backward_fails(fp8: ForwardKernel) -> None:
     spec = spec_of(256, 256, 64, 1, Mask())
-    forward, backward = FORWARDS["flex:fp8"], BACKWARDS["flex:fp8"]
-    if forward.refusals(spec, describe(device)):
-        pytest.skip("this GPU has no FP8 FlexAttention")
-    assert "no gradients" in backward.refusals(spec, describe(device))[0]
-    q, k, v, grad = Truth.of(spec, 0, device).inputs
-    native = forward.prepare(Inputs(q, k, v), spec).native
+    backward = BACKWARDS["flex:fp8"]
+    assert "no gradients" in backward.refusals(spec, describe(DEVICE))[0]
+    q, k, v, grad = Truth.of(spec, 0, DEVICE).inputs
+    native = fp8.prepare(Inputs(q, k, v), spec).native
     leaves = [x.detach().requires_grad_() for x in (native.q, native.k, native.v)]
     lifted = replace(native, q=leaves[0], k=leaves[1], v=leaves[2])
 
@@ -136,11 +129,10 @@ def test_the_refused_float8_backward_fails() -> None:
 
 @pytest.mark.parametrize(("name", "head_dim"), [("flex:bf16", 8), ("flex:fp8", 16)])
 def test_refused_head_dimensions_fail(name: str, head_dim: int) -> None:
-    device = torch.device("cuda", 0)
     forward = FORWARDS[name]
     spec = spec_of(256, 256, head_dim, 1, Mask(), direction="forward")
-    assert any("head_dim" in reason for reason in forward.refusals(spec, describe(device)))
-    truth = Truth.of(spec, 0, device)
+    assert any("head_dim" in reason for reason in forward.refusals(spec, describe(DEVICE)))
+    truth = Truth.of(spec, 0, DEVICE)
     try:
         out = forward.run(forward.prepare(Inputs.of(truth.inputs[:3]), spec)).out
     except Exception:  # whatever the compiler says, it did not run

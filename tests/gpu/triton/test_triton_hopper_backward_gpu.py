@@ -9,8 +9,8 @@ import hopper_backward
 import pytest
 import torch
 from compiled_for_hopper import compiled
-from hopper_backward import Job, Kind, check_all, jobs_of, launch, name_of, wrong
-from watched import Begun, Done, Lost, one_by_one
+from hopper_backward import Job, Kind, check_all, jobs_of, launch, wrong
+from watched import one_by_one
 
 pytest.importorskip("triton", minversion="3.6")
 
@@ -21,23 +21,11 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9,
 
 @pytest.mark.skipif(not HOPPER, reason="torch sees no Hopper GPU")
 @pytest.mark.parametrize(("kind", "narrow"), sorted({(kind, narrow) for kind, _, narrow in hopper_backward.RINGS}))
-def test_a_kernel_agrees_with_plain_triton_and_fp64_and_repeats_itself(
-    kind: Kind, narrow: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_kernel_agrees_with_plain_triton_and_fp64_and_repeats_itself(kind: Kind, narrow: bool) -> None:
     """All cases in one process, as long as none hangs."""
     jobs = jobs_of(kind, narrow)
     programs = compiled(launch, jobs, max(1, (os.cpu_count() or 1) - 2))
     found: dict[Job, Any] = {job: program.problem for job, program in programs.items() if program.problem}
-
-    def heard(said: Any) -> None:
-        with capsys.disabled():
-            if isinstance(said, Begun):
-                print(f"\n{name_of(said.item)}: ", end="", flush=True)
-            elif isinstance(said, Done):
-                print(said.found.reason if isinstance(said.found, Lost) else said.found or "right", end="", flush=True)
-
     sound = [job for job in jobs if job not in found]
-    found |= one_by_one(
-        check_all, sound, patience=PATIENCE, limit=300.0, hopeless=lambda lost, job: len(lost) >= HUNG, heard=heard
-    )
+    found |= one_by_one(check_all, sound, patience=PATIENCE, limit=300.0, hopeless=lambda lost, job: len(lost) >= HUNG)
     assert not (problems := wrong(jobs, found)), "\n".join(problems)

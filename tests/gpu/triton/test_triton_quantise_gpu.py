@@ -1,26 +1,22 @@
-"""Fused quantisation on a GPU: the definition's bits, in the time that the memory takes."""
+"""Fused quantisation on a GPU: the definition's bits."""
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from torch import Tensor
 
-from attnbench.harness.measure.timing import Timer
 from attnbench.problem.fp8 import LARGEST, Recipe, hadamard, quantise
 from attnbench.problem.spec import GRANULARITIES
 
-if TYPE_CHECKING:
-    from attnbench.backends.triton.quantise.launch import Request
+pytest.importorskip("triton")
+
+from attnbench.backends.triton.quantise.launch import Request, quantised, quantised_together
 
 DEVICE = torch.device("cuda", 0)
-BANDWIDTH = 4.27e12  # bytes a second: the most seen on an H200
-MOST_MS = {"token": 0.11, "block": 0.11, "head": 0.17, "tensor": 0.17}  # Q, K and V of 33.5 M elements, on an H200
 LAYOUTS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "bhds": (0, 1, 3, 2)}
 
 
@@ -48,8 +44,6 @@ def bits(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_is_the_definition_bit_for_bit(granularity, dtype, layout):
     """Every copy with every other; shapes and formats take the two orders of the transposed copy in turns."""
-    from attnbench.backends.triton.quantise.launch import quantised
-
     shapes = [(2, 4, 1, 64), (1, 4, 129, 80), (2, 2, 1000, 128), (1, 2, 300, 256), (1, 1, 4097, 96), (1, 3, 257, 20)]
     for index, shape in enumerate(shapes):
         x = made(shape, dtype, layout, index)
@@ -83,8 +77,6 @@ def test_the_definition_is_the_same_on_a_gpu_and_a_cpu(granularity, format, dtyp
 
 
 def test_random_quotients_round_as_a_division_does():
-    from attnbench.backends.triton.quantise.launch import quantised
-
     for seed in range(4):
         x = made((1, 64, 4096, 128), torch.float32, seed=seed)
         assert torch.equal(bits(quantised(x, Recipe("token")).data), bits(quantise(x.cpu(), Recipe("token")).data))
@@ -94,8 +86,6 @@ def test_random_quotients_round_as_a_division_does():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("dim", [16, 64, 80, 128, 192, 256])
 def test_rotated_and_smoothed_it_is_half_an_ulp_from_the_truth(granularity, dtype, dim):
-    from attnbench.backends.triton.quantise.launch import quantised
-
     for smoothing in (False, True):
         x = made((2, 2, 333, dim), dtype) + 2
         recipe = Recipe(granularity, rotation="hadamard", smoothing=smoothing)
@@ -113,8 +103,6 @@ def test_rotated_and_smoothed_it_is_half_an_ulp_from_the_truth(granularity, dtyp
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_what_is_not_finite_spoils_its_group_and_no_other(granularity, value):
-    from attnbench.backends.triton.quantise.launch import quantised
-
     recipe = Recipe(granularity)
     x = made((1, 2, 300, 64), torch.bfloat16)
     x[0, 1, 290, 3] = value
@@ -125,8 +113,6 @@ def test_what_is_not_finite_spoils_its_group_and_no_other(granularity, value):
 
 
 def test_groups_of_query_heads_share_a_scale():
-    from attnbench.backends.triton.quantise.launch import quantised
-
     x = made((2, 8, 500, 128), torch.bfloat16, "bshd")
     found = quantised(x, Recipe("head"), group=4)
     wanted = quantise(x.cpu().reshape(2, 2, 2000, 128), Recipe("head"))
@@ -136,8 +122,6 @@ def test_groups_of_query_heads_share_a_scale():
 
 def test_more_elements_than_32_bits_count():
     """(1, 128, 131072, 128) as a model lays it out: offsets beyond 2^31 on the way in and out."""
-    from attnbench.backends.triton.quantise.launch import quantised
-
     x = torch.zeros(1, 131072 + 300, 128, 128, dtype=torch.bfloat16, device=DEVICE).transpose(1, 2)
     last = made((1, 1, 400, 128), torch.bfloat16)
     x[:, -1:, -400:] = last
@@ -152,8 +136,6 @@ def test_more_elements_than_32_bits_count():
 @pytest.mark.parametrize("moved", [False, True], ids=["plain", "rotated and smoothed"])
 @pytest.mark.parametrize("granularity", ["head", "token"])
 def test_a_graph_replays_it(granularity, moved):
-    from attnbench.backends.triton.quantise.launch import Request, quantised_together
-
     x = made((1, 4, 1000, 128), torch.bfloat16)
     other = made(x.shape, torch.bfloat16, seed=1)
     recipe = Recipe(granularity, rotation="hadamard" if moved else "none", smoothing=moved)
@@ -170,61 +152,3 @@ def test_a_graph_replays_it(granularity, moved):
         if not moved:
             assert torch.equal(bits(each.data), bits(quantise(other.cpu(), recipe).data))
     assert torch.equal(ordered(results[1].transposed.view(torch.uint8))[..., :1000].mT.cpu(), bits(results[1].data))
-
-
-def cases(dim: int = 128) -> dict[str, list[Request]]:
-    """Q, K and V of 33.5 M bf16 elements each, as they lie in memory; V transposed beside its rows or instead."""
-    from attnbench.backends.triton.quantise.launch import Request
-
-    made_cases = {}
-    for batch, length, layout in ((1, 16384, "bhsd"), (1, 16384, "bshd"), (16, 1024, "bhsd")):
-        q, k, v = (made((batch, 2048 // dim, length, dim), torch.bfloat16, layout, seed) for seed in range(3))
-        for said, rows, interleaved in (
-            ("both", True, False),
-            ("transposed alone", False, False),
-            ("interleaved alone", False, True),
-        ):
-            name = f"{layout} {batch} × {length}, D={dim}, V {said}"
-            made_cases[name] = [Request(q), Request(k), Request(v, rows, True, interleaved=interleaved)]
-    return made_cases
-
-
-def floor(requests: Sequence[Request], granularity: str) -> float:
-    """Milliseconds that the bytes take at the H200's bandwidth."""
-    passes = 2 if granularity in ("head", "tensor") else 1
-    count = sum(
-        r.x.numel() * (passes * r.x.element_size() + r.rows + r.transposed) for r in requests
-    )  # scales are no more than a hundredth of that
-    return count / BANDWIDTH * 1e3
-
-
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_it_takes_the_time_that_the_memory_takes(granularity, capsys):
-    from attnbench.backends.triton.quantise.launch import quantised_together
-
-    timer, recipe = Timer.for_device(DEVICE), Recipe(granularity)
-    h200 = "H200" in torch.cuda.get_device_name(DEVICE)
-    for name, requests in cases().items():
-
-        def ours(requests=requests):
-            return quantised_together(requests, recipe)
-
-        def eager(requests=requests):
-            return [quantise(request.x, recipe) for request in requests]
-
-        taken = {call: [] for call in (ours, eager)}
-        hosts = []
-        for call in (ours, eager, eager, ours, ours, eager):
-            visit = timer.take(call)
-            taken[call] += visit.device_ms
-            hosts += visit.host_ms if call is ours else []
-        fast, slow = (statistics.median(taken[call]) for call in (ours, eager))
-        least = floor(requests, granularity)
-        with capsys.disabled():
-            print(
-                f"\n{granularity:6} {name}: {fast:.4f} ms (host {statistics.median(hosts):.4f}), "
-                f"floor {least:.4f} ({least / fast:.0%}), eager {slow:.4f}"
-            )
-        assert fast < 0.5 * slow
-        if h200:
-            assert fast <= MOST_MS[granularity], name

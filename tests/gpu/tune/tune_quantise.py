@@ -16,15 +16,38 @@ import time
 from functools import partial
 
 import torch
-from test_triton_quantise_gpu import DEVICE, cases, floor
 
 from attnbench.backends.triton.quantise.launch import Request, Tiles, quantised_together, tiles_for
 from attnbench.harness.measure.timing import Timer
 from attnbench.problem.fp8 import Recipe
 
+DEVICE = torch.device("cuda", 0)
+BANDWIDTH = 4.27e12  # bytes a second: the most seen on an H200
 HEAD_DIMS = (128, 64, 256)
 _PAIRS = ((32, 32), (32, 64), (64, 64), (128, 64), (128, 128))  # tokens of a program: rows, and with a transposed copy
 _FIRST = ((64, 4), (128, 8), (256, 8))  # and warps, in the pass over magnitudes
+
+
+def cases(dim: int) -> dict[str, list[Request]]:
+    """Q, K and V of 33.5 M bf16 elements each, as they lie in memory; V transposed beside its rows."""
+    found = {}
+    for batch, length, layout in ((1, 16384, "bhsd"), (1, 16384, "bshd"), (16, 1024, "bhsd")):
+        heads = 2048 // dim
+        shape = (batch, heads, length, dim) if layout == "bhsd" else (batch, length, heads, dim)
+        q, k, v = (torch.randn(shape, device=DEVICE).to(torch.bfloat16) for _ in range(3))
+        if layout == "bshd":
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        found[f"{layout} {batch} × {length}, D={dim}"] = [Request(q), Request(k), Request(v, True, True)]
+    return found
+
+
+def floor(requests: list[Request], granularity: str) -> float:
+    """Milliseconds that the bytes take at the H200's bandwidth."""
+    passes = 2 if granularity in ("head", "tensor") else 1
+    count = sum(
+        r.x.numel() * (passes * r.x.element_size() + r.rows + r.transposed) for r in requests
+    )  # scales are no more than a hundredth of that
+    return count / BANDWIDTH * 1e3
 
 
 def candidates(recipe: Recipe, dim: int) -> list[Tiles]:
@@ -71,8 +94,7 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cold L2; columns as the cases are named")
     recipes = (Recipe("token"), Recipe("head"), Recipe("head", rotation="hadamard"), Recipe("block"))
     for dim in HEAD_DIMS:
-        # V transposed alone is another compilation of each candidate, and no other question
-        inputs = {name: requests for name, requests in cases(dim).items() if all(each.rows for each in requests)}
+        inputs = cases(dim)
         each = asked.seconds / (len(HEAD_DIMS) * len(recipes) * len(inputs))
         print("\n" + "\n".join(inputs))
         for recipe in recipes:
