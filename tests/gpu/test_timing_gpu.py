@@ -4,7 +4,6 @@ import gc
 import statistics
 import subprocess
 import sys
-import time
 from functools import partial
 
 import pytest
@@ -65,20 +64,6 @@ def test_samples_of_a_known_length_agree_with_it():
 
 
 @pytest.mark.usefixtures("usable")
-def test_a_call_that_is_its_own_warm_up_is_one_sample():
-    calls = []
-
-    def call():
-        calls.append(1)
-        torch.cuda._sleep(20 * CYCLES)
-
-    taken = timer(patience=0.001).take(call)
-    assert len(taken.device_ms) == len(taken.host_ms) == 1
-    assert len(calls) <= 2  # once more only where the host was held up
-    assert taken.device_ms[0] > 1
-
-
-@pytest.mark.usefixtures("usable")
 def test_a_call_that_the_device_outruns_is_host_bound():
     def waits():
         torch.cuda._sleep(CYCLES // 100)
@@ -86,30 +71,6 @@ def test_a_call_that_the_device_outruns_is_host_bound():
 
     assert timer().take(waits).host_bound
     assert not timer().take(partial(torch.cuda._sleep, 5 * CYCLES)).host_bound
-
-
-@pytest.mark.usefixtures("usable")
-def test_the_hosts_own_work_before_a_launch_is_not_the_devices():
-    """As in a stream of calls: a host that starts half of the call late finds the device at work on what was before."""
-    half = partial(torch.cuda._sleep, CYCLES)
-
-    def late():
-        time.sleep(0.001)
-        half()
-        time.sleep(0.001)
-        half()
-
-    def prompt():
-        half()
-        half()
-
-    ratios = []
-    for _ in range(3):
-        taken, alike = timer().take(late), timer().take(prompt)
-        assert not taken.host_bound
-        assert statistics.median(taken.host_ms) > 2
-        ratios.append(statistics.median(taken.device_ms) / statistics.median(alike.device_ms))
-    assert statistics.median(ratios) == pytest.approx(1, rel=0.1)
 
 
 @pytest.mark.usefixtures("usable")

@@ -1,6 +1,13 @@
-"""Packed and padded batches in the plain kernels: every sequence is what it is alone, whatever lies beside it."""
+"""Packed and padded batches: every sequence is what it is alone, whatever lies beside it.
+
+In the plain kernels, under Triton's interpreter, and in those for Hopper, emulated.
+"""
 
 from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,17 +18,21 @@ from packed import Answer, Documents, answers, documents
 from attnbench import Mask
 from attnbench.backends.triton import TritonForward, TritonOnePass, TritonWideScores
 from attnbench.backends.triton.backward.contract import KERNELS, TritonBackward
+from attnbench.kernels.contract import Inputs, Saved
 from examples import examples
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.6")
 from attnbench.backends.triton.interpreter import interpreted
 
 if not interpreted():
     pytest.skip("kernels are compiled here, which the tests in tests/gpu run", allow_module_level=True)
 
+from hopper_backward import on_cpu
+from hopper_forward import forward_on_cpu
+
 from attnbench.backends.triton import tile_map as maps
+from attnbench.backends.triton.backward.tiles import Ring, Tiles
 from attnbench.backends.triton.backward.tiles import Tile as BackwardTile
-from attnbench.backends.triton.backward.tiles import Tiles
 from attnbench.backends.triton.forward.tiles import Tile
 from attnbench.problem.lengths import Lengths
 
@@ -34,7 +45,42 @@ TILE = Tile(16, 32, 4, 2, interleaved=True)
 TILES = Tiles(BackwardTile(32, 32, 4, 2), BackwardTile(32, 32, 4, 2))
 FORWARDS = [TritonForward(name, TILE) for name in ("fp8", "fp8-head", "fp8-tensor", "fp8-block", "fp8-token-hadamard")]
 BACKWARDS = [TritonBackward(x.name, narrow=x.narrow, declared_error=x.declared_error, tiles=TILES) for x in KERNELS]
-CU = torch.tensor([0, 40, 40, 41, 41, 300], dtype=torch.int32)
+BATCHES = documents(
+    50, MASKS, softcap=st.sampled_from([0.0, 2.0]), head_dim_v=st.sampled_from([24, 32]),
+    padding=st.sampled_from([None, None, "left", "right"]),
+)  # fmt: skip
+
+PERSISTENT = Tile(128, 128, 4, 2, parts=2, interleaved=True, hopper=True, turns=True)
+LONE = Tile(128, 64, 4, 3, interleaved=True, hopper=True, alone_from=0)
+_RING = BackwardTile(64, 64, 4, 2, Ring(64, 2))
+FUSED = TritonBackward("triton:fp8", narrow=False, declared_error=0.1, tiles=Tiles(_RING, _RING, fused=True))
+# Empty ones on one side and on both, one token, ends within a block and at one, more keys than queries and fewer.
+LENGTHS = ((130, 130), (0, 0), (1, 1), (64, 200), (0, 70), (128, 128), (90, 0), (200, 65))
+SQUARE = ((130, 130), (0, 0), (1, 1), (256, 256), (33, 33))
+_MODES = random.Random(0)
+
+Pair = tuple[TritonForward, TritonBackward, dict[str, Any]]
+PLAIN: Pair = FORWARDS[0], BACKWARDS[0], {}
+WIDE = {"head_dim": 64, "head_dim_v": 64}
+GROUPED: Pair = TritonForward("fp8-head", PERSISTENT), FUSED, {**WIDE, "heads": (2, 1)}
+IN_PLACE: Pair = TritonForward("fp8-head", PERSISTENT), FUSED, {**WIDE, "heads": (2, 2)}
+PAIRS = {
+    "plain": PLAIN,
+    "plain, e4m3 sums": (FORWARDS[0], BACKWARDS[1], {}),
+    "hopper, grouped": GROUPED,
+    "hopper, dQ in place": IN_PLACE,
+    "hopper, left-padded": (*IN_PLACE[:2], {**IN_PLACE[2], "padding": "left"}),
+}
+by_pair = pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+
+
+@pytest.fixture
+def hopper() -> Iterator[None]:
+    def late() -> bool:
+        return _MODES.random() < 0.5
+
+    with forward_on_cpu(late), on_cpu(late):
+        yield
 
 
 def alike(found: Answer, alone: Answer, off: float) -> bool:
@@ -54,20 +100,55 @@ def allowed(forward: TritonForward, narrow: bool = False) -> float:
     return 0.0 if forward.recipe.granularity in ("tensor", "head") else 0.06 if narrow else 0.01
 
 
-BATCHES = documents(
-    50, MASKS, softcap=st.sampled_from([0.0, 2.0]), head_dim_v=st.sampled_from([24, 32]),
-    padding=st.sampled_from([None, None, "left", "right"]),
-)  # fmt: skip
+def same(found: Answer, wanted: Answer) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
 
 
 @settings(max_examples=examples(6, 100), deadline=None, phases=PHASES)
-@given(
-    BATCHES,
-    st.sampled_from([*FORWARDS, TritonWideScores(TILE), TritonOnePass(TILE)]),
-)
+@given(BATCHES, st.sampled_from([*FORWARDS, TritonWideScores(TILE), TritonOnePass(TILE)]))
 def test_each_sequence_is_answered_as_if_it_were_alone(batch: Documents, forward: TritonForward) -> None:
     for found, alone in zip(answers(batch, forward), batch.alone(forward), strict=True):
         assert alike(found, alone, allowed(forward))
+
+
+@settings(max_examples=examples(6, 60), deadline=None, phases=PHASES)
+@given(BATCHES, st.sampled_from(FORWARDS), st.sampled_from(BACKWARDS))
+def test_each_sequence_has_the_gradients_that_it_has_alone(
+    batch: Documents, forward: TritonForward, backward: TritonBackward
+) -> None:
+    for found, alone in zip(answers(batch, forward, backward), batch.alone(forward, backward), strict=True):
+        assert alike(found, alone, allowed(forward, backward.narrow))
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("lengths", "mask", "forward", "how"),
+    [
+        (LENGTHS, Mask(60, 20, END), TritonOnePass(LONE), None),
+        (LENGTHS, Mask(right=0, alignment=END), TritonForward("fp8", PERSISTENT), {"heads": (2, 1)}),
+        (LENGTHS, Mask(right=0, alignment=END), TritonForward("fp8", PERSISTENT), {"heads": (2, 1), "head_dim_v": 80}),
+        (SQUARE, Mask(right=0), TritonForward("fp8-head", LONE), {"heads": (2, 2)}),
+        (SQUARE, Mask(right=0), TritonForward("fp8-head", LONE), {"heads": (2, 2), "padding": "left"}),
+        *(
+            pytest.param(LENGTHS, mask, TritonForward(name, tile), None, marks=pytest.mark.exhaustive)
+            for mask, name, tile in (
+                (Mask(), "fp8-head", LONE),
+                (Mask(60, 20, END), "fp8", PERSISTENT),
+                (Mask(right=0), "fp8-tensor", LONE),
+            )
+        ),
+    ],
+    ids=lambda x: str(x)[:30],
+)
+def test_hoppers_kernels_answer_each_sequence_as_if_it_were_alone(
+    lengths: tuple[tuple[int, int], ...], mask: Mask, forward: TritonForward, how: dict[str, Any] | None
+) -> None:
+    """dQ is added up in bf16 in the order in which programs come."""
+    batch = Documents(lengths, mask, **{**WIDE, **(how or {})})
+    backward = None if how is None else FUSED
+    for found, alone in zip(answers(batch, forward, backward), batch.alone(forward, backward), strict=True):
+        assert same((*found[:2], *found[3:]), (*alone[:2], *alone[3:]))
+        assert how is None or (found[2] - alone[2]).float().norm() <= 0.01 * alone[2].float().norm()
 
 
 @pytest.mark.parametrize("kind", [TritonForward, TritonOnePass])
@@ -80,45 +161,82 @@ def test_sequences_stay_apart_where_a_hopper_kernels_tile_serves_the_plain_one(k
         assert alike(found, alone, allowed(forward))
 
 
-@settings(max_examples=examples(6, 60), deadline=None, phases=PHASES)
-@given(
-    BATCHES,
-    st.sampled_from(FORWARDS),
-    st.sampled_from(BACKWARDS),
-)
-def test_each_sequence_has_the_gradients_that_it_has_alone(
-    batch: Documents, forward: TritonForward, backward: TritonBackward
-) -> None:
-    for found, alone in zip(answers(batch, forward, backward), batch.alone(forward, backward), strict=True):
-        assert alike(found, alone, allowed(forward, backward.narrow))
-
-
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("what", [torch.nan, torch.inf])
-def test_what_is_not_finite_stays_in_its_sequence(what: float) -> None:
+@by_pair
+def test_what_is_not_finite_stays_in_its_sequence(pair: Pair, what: float) -> None:
     """Before it and behind it, where a block of keys or of queries goes on into it."""
-    batch = Documents(((20, 20), (1, 1), (35, 35)), Mask(right=0, alignment=END))
-    whole = answers(batch, FORWARDS[0], BACKWARDS[0])
-    parts = batch.parts()
+    forward, backward, how = pair
+    batch = Documents(((70, 70), (1, 1), (135, 135)), Mask(right=0, alignment=END), **how)
+    whole, parts = answers(batch, forward, backward), batch.parts()
     for x in parts[1]:
         x.fill_(what)
-    spoilt = answers(batch, FORWARDS[0], BACKWARDS[0], parts)
-    for index in (0, 2):
-        assert all(torch.equal(x, y) for x, y in zip(spoilt[index], whole[index], strict=True))
+    spoilt = answers(batch, forward, backward, parts)
+    assert same(spoilt[0], whole[0])
+    assert same(spoilt[2], whole[2])
     assert not torch.isfinite(spoilt[1][0]).all()
 
 
-@pytest.mark.parametrize("backward", BACKWARDS, ids=lambda each: each.name)
-def test_keys_that_no_query_asks_for_get_no_gradient_whatever_they_hold(backward: TritonBackward) -> None:
-    batch = Documents(((20, 20), (0, 9), (35, 35)))
-    parts = batch.parts()
+@pytest.mark.usefixtures("hopper")
+@by_pair
+def test_keys_that_no_query_asks_for_get_no_gradient_and_give_none(pair: Pair) -> None:
+    """Whatever they hold."""
+    forward, backward, how = pair
+    batch = Documents(((70, 70), (0, 30), (65, 65)), **how)
+    whole, parts = answers(batch, forward, backward), batch.parts()
     for x in parts[1]:
         x.fill_(torch.nan)
-    for x in answers(batch, FORWARDS[0], backward, parts)[1][3:]:
-        assert torch.equal(x, torch.zeros_like(x))
+    spoilt = answers(batch, forward, backward, parts)
+    assert not any(bool(x.count_nonzero()) for x in spoilt[1][3:])
+    assert same(spoilt[0], whole[0])
+    assert same(spoilt[2], whole[2])
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("spoilt", ["k", "v"])
+def test_keys_behind_a_sequence_are_not_read_as_its_own(spoilt: str) -> None:
+    """The interpreter gives what is not finite a scale that is not, a GPU writes NaN in e4m3."""
+    batch = Documents(((70, 70), (40, 40), (135, 135)), Mask(right=0), **WIDE)
+    (q, k, v, grad), lengths, spec = batch.together(batch.parts())
+    forward = TritonForward("fp8-head", PERSISTENT)
+    operands = forward.prepare(Inputs(q, k, v, lengths), spec)
+    saved = Saved(operands.kept(), *forward.run(operands))
+    whole = batch.apart((q, q, *FUSED.run(saved, grad)))
+    getattr(saved.operands, spoilt).data.view(torch.uint8)[:, :, 70:110] = 0x7F
+    found = batch.apart((q, q, *FUSED.run(saved, grad)))
+    assert same(found[0], whole[0])
+    assert same(found[2], whole[2])
+    assert bool(found[1][2].isnan().any())
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("head_dim_v", [64, 80])
+def test_queries_without_keys_are_answered_with_zeros_whatever_lies_in_their_slot_of_values(head_dim_v: int) -> None:
+    """The kernel reads one block of a sequence that has none, with weights of 0."""
+    batch = Documents(((70, 70), (30, 0)), Mask(), head_dim=64, head_dim_v=head_dim_v)
+    (q, k, v, _), lengths, spec = batch.together(batch.parts())
+    forward = TritonForward("fp8", PERSISTENT)
+    operands = forward.prepare(Inputs(q, k, v, lengths), spec)
+    operands.native.given.v.view(torch.uint8)[..., 128:] = 0x7F  # NaN from the second slot on
+    out, lse = batch.apart(forward.run(operands)[:2])[1]
+    assert torch.equal(out, torch.zeros_like(out))
+    assert bool((lse == -torch.inf).all())
+
+
+@pytest.mark.usefixtures("hopper")
+def test_programs_leave_a_table_as_it_was() -> None:
+    """They draw its tiles, and the next launch draws them again."""
+    batch = Documents(((130, 130), (3, 3)), Mask(right=0), **WIDE)
+    (q, k, v, _), lengths, spec = batch.together(batch.parts())
+    forward = TritonForward("fp8-head", PERSISTENT)
+    operands = forward.prepare(Inputs(q, k, v, lengths), spec)
+    first, again = forward.run(operands), forward.run(operands)
+    assert same(first[:2], again[:2])
+    assert operands.native.tiles[0, :3].tolist() == [3, 0, 0]
 
 
 def test_a_table_is_kept_until_its_lengths_change() -> None:
-    cu = CU.clone()
+    cu = torch.tensor([0, 40, 40, 41, 41, 300], dtype=torch.int32)
     lengths, tiled = Lengths("packed", cu, cu, 259, 259), maps.Tiled("q", 64, (128, 128), (300, 300))
     table = maps.tile_map(lengths, 1, tiled, cu.device)
     assert maps.tile_map(Lengths("packed", cu, cu, 259, 259), 1, tiled, cu.device) is table

@@ -10,8 +10,6 @@ from attnbench import AttentionSpec, Mask
 from attnbench.kernels.contract import BackwardKernel, Operands, Saved, gradient_dtype
 from attnbench.problem.fp8 import Recipe, quantise
 
-__all__ = ["LONG", "check", "exactly_eight_bits", "make", "saved"]
-
 # Longer than every tile, so that blocks are skipped, whole, and cut on both sides.
 LONG = [
     (150, 260, Mask(right=0, alignment="bottom-right")),

@@ -22,8 +22,6 @@ from typing import Any, NamedTuple, TypeVar
 import pytest
 from places import SUPPORT
 
-__all__ = ["SHARED_MEMORY", "Program", "assembled", "compiled", "compiling", "idle_barriers", "printed"]
-
 SHARED_MEMORY = 227 * 1024  # bytes that a program may have on Hopper
 Job = TypeVar("Job")
 

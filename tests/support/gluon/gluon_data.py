@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["STATE", "Block", "Descriptor", "Pointer", "Shared", "atomic_add", "data_of", "fence", "load", "store"]
-
 # Of the thread that runs a partition: its program and place in the grid, its matrix products under way, what it wrote
 # to shared memory since its last fence, its groups of additions to global memory that are under way, and where in
 # shared memory it loaded what it had stored, or additions read: no barrier tells others when they may write there.

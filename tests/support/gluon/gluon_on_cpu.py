@@ -21,7 +21,6 @@ from gluon_data import STATE, Block, Descriptor, Shared, atomic_add, data_of, fe
 from gluon_partitions import (
     Barrier,
     Barriers,
-    DeadlockError,
     Kernel,
     add,
     await_additions,
@@ -31,8 +30,6 @@ from gluon_partitions import (
     specialize,
 )
 from torch import Tensor
-
-__all__ = ["DeadlockError", "emulated"]
 
 
 def _allocate(dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Any:

@@ -17,19 +17,6 @@ from typing import Any
 from gluon_data import STATE, Block, Descriptor, Pointer, Shared
 from torch import Tensor
 
-__all__ = [
-    "Barrier",
-    "Barriers",
-    "DeadlockError",
-    "Kernel",
-    "add",
-    "await_additions",
-    "await_products",
-    "copy",
-    "multiply",
-    "specialize",
-]
-
 
 class DeadlockError(Exception):
     """Every partition of a program waits."""

@@ -31,27 +31,6 @@ from attnbench.problem.fp8 import Recipe, quantise
 if TYPE_CHECKING:
     from attnbench.backends.triton.backward.operands import Prepared
 
-__all__ = [
-    "CASES",
-    "KERNELS",
-    "RINGS",
-    "ROUNDED",
-    "SAME",
-    "Case",
-    "Checks",
-    "Job",
-    "Kind",
-    "additions",
-    "check_all",
-    "jobs_of",
-    "launch",
-    "name_of",
-    "on_cpu",
-    "run",
-    "sums_off",
-    "wrong",
-]
-
 Kind = Literal["keys", "queries", "all"]  # dK with dV; dQ; all three at once, which the plain kernels do in turns
 # By kernel, padded head dimension and whether the sums are e4m3 (`narrow`): what is tried, the one first that every
 # case runs with.

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 from gluon_on_cpu import emulated
 
-__all__ = ["forward_on_cpu"]
-
 _MODULES = [
     f"attnbench.backends.triton.forward.hopper.{name}" for name in ("kernel", "order", "products", "scales", "softmax")
 ]

@@ -6,8 +6,6 @@ import math
 
 import torch
 
-__all__ = ["bits", "bound", "laid_out"]
-
 
 def laid_out(shape, layout, dtype, seed=0, exponent=0):
     """Normal numbers (B, H, S, D) of very different magnitudes, in the named order of axes in memory."""

@@ -12,8 +12,6 @@ from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Op
 from attnbench.kernels.execution import Execution
 from attnbench.problem.fp8 import Quantised, Recipe, quantise
 
-__all__ = ["both_passes_agree", "carried_by_autograd", "descales_are_used", "quantised_attention_agrees"]
-
 
 def both_passes_agree(
     forward: ForwardKernel, backward: BackwardKernel, problem: Problem, device: Device, foreign: bool = False

@@ -54,42 +54,11 @@ class FakeNvml:
     def shutdown(self) -> None:
         self.sessions -= 1
 
-    def driver_version(self) -> str:
-        return self.version
-
-    def count(self) -> int:
-        return len(self.boards)
-
-    def handle_by_index(self, index: int) -> Board:
-        return self.boards[index]
-
     def handle_by_uuid(self, uuid: str) -> Board:
         for board in self.boards:
             if board.uuid == uuid:
                 return board
         raise NVMLError(NOT_FOUND)
-
-    def name(self, board: Board) -> str:
-        return board.name
-
-    def clock_info(self, board: Board, kind: int) -> int:
-        if kind == MEMORY:
-            return self._told(board, "memory", board.memory)
-        return self._told(board, "clock", board.clock)
-
-    def max_clock_info(self, board: Board, kind: int) -> int:
-        assert kind == SM
-        return self._told(board, "highest", board.highest)
-
-    def temperature(self, board: Board, sensor: int) -> int:
-        assert sensor == CHIP
-        return self._told(board, "degrees", board.degrees)
-
-    def current_clocks_event_reasons(self, board: Board) -> int:
-        return self._told(board, "reasons", board.reasons)
-
-    def enforced_power_limit(self, board: Board) -> int:
-        return self._told(board, "cap", board.cap)
 
     def field_values(self, board: Board, fields: list[int]) -> list[Any]:
         assert fields == [POWER_NOW]
@@ -97,10 +66,11 @@ class FakeNvml:
             return [SimpleNamespace(nvmlReturn=board.failing["milliwatts"], value=SimpleNamespace(uiVal=0))]
         return [SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(uiVal=board.milliwatts))]
 
-    def _told(self, board: Board, what: str, value: int | Callable[[], int]) -> int:
+    def told(self, board: Board, what: str) -> int:
         self.threads.add(threading.current_thread())
         if what in board.failing:
             raise NVMLError(board.failing[what])
+        value = getattr(board, what)
         return value() if callable(value) else value
 
 
@@ -116,16 +86,16 @@ def install(monkeypatch: Any, *boards: Board, start: str | None = None) -> FakeN
         NVML_FI_DEV_POWER_INSTANT=POWER_NOW,
         nvmlInit=fake.init,
         nvmlShutdown=fake.shutdown,
-        nvmlSystemGetDriverVersion=fake.driver_version,
-        nvmlDeviceGetCount=fake.count,
-        nvmlDeviceGetHandleByIndex=fake.handle_by_index,
+        nvmlSystemGetDriverVersion=lambda: fake.version,
+        nvmlDeviceGetCount=lambda: len(fake.boards),
+        nvmlDeviceGetHandleByIndex=lambda index: fake.boards[index],
         nvmlDeviceGetHandleByUUID=fake.handle_by_uuid,
-        nvmlDeviceGetName=fake.name,
-        nvmlDeviceGetClockInfo=fake.clock_info,
-        nvmlDeviceGetMaxClockInfo=fake.max_clock_info,
-        nvmlDeviceGetTemperature=fake.temperature,
-        nvmlDeviceGetCurrentClocksEventReasons=fake.current_clocks_event_reasons,
-        nvmlDeviceGetEnforcedPowerLimit=fake.enforced_power_limit,
+        nvmlDeviceGetName=lambda board: board.name,
+        nvmlDeviceGetClockInfo=lambda board, kind: fake.told(board, {SM: "clock", MEMORY: "memory"}[kind]),
+        nvmlDeviceGetMaxClockInfo=lambda board, kind: fake.told(board, {SM: "highest"}[kind]),
+        nvmlDeviceGetTemperature=lambda board, sensor: fake.told(board, {CHIP: "degrees"}[sensor]),
+        nvmlDeviceGetCurrentClocksEventReasons=lambda board: fake.told(board, "reasons"),
+        nvmlDeviceGetEnforcedPowerLimit=lambda board: fake.told(board, "cap"),
         nvmlDeviceGetFieldValues=fake.field_values,
     )
     monkeypatch.setitem(sys.modules, "pynvml", module)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from backwards import LONG, check, exactly_eight_bits, make, saved
-from gluon_on_cpu import DeadlockError
+from gluon_partitions import DeadlockError
 from hopper_backward import ROUNDED, on_cpu, sums_off
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st

@@ -73,22 +73,3 @@ def test_what_hangs_dies_or_raises_takes_no_other_along() -> None:
         "raises": Lost("ValueError: so it goes"),
     }
     assert heard[:3] == [Begun("a"), Done("a", "A"), Begun("hangs")]
-
-
-def test_what_is_hopeless_after_those_that_were_lost_is_not_tried() -> None:
-    items, heard = ["dies 1", "a", "dies 2", "dies 3", "b"], []
-    found = one_by_one(
-        unruly.work, items, patience=20.0, heard=heard.append,
-        hopeless=lambda lost, item: item.startswith("dies") and len(lost) == 2,
-    )  # fmt: skip
-    assert found["dies 3"] == Lost("not tried after those that were lost")
-    assert "exit code" in found["dies 2"].reason
-    assert (found["a"], found["b"]) == ("A", "B")
-    assert {said.item: said.found for said in heard if isinstance(said, Done)} == found
-
-
-def test_time_that_runs_out_and_processes_that_never_start_are_said() -> None:
-    found = one_by_one(unruly.work, ["a", "hangs", "b"], patience=60.0, limit=5.0)
-    assert found == {"a": "A", "hangs": Lost("no time was left")}
-    with pytest.raises(RuntimeError, match="no item under way: ValueError"):
-        one_by_one(unruly.work, ["a", "before"], patience=20.0)
