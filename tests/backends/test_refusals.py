@@ -20,6 +20,7 @@ CPU = Device("cpu", "CPU")
 SPEC = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, head_dim=64)
 CAUSAL, END, BEFORE = Mask(right=0), Mask(right=0, alignment="bottom-right"), Mask(left=5, right=0)
 PACKED = LengthsKind(batch="packed", total_q=512, total_kv=512)
+SQUARE = LengthsKind(batch="packed", square=True, total_q=512, total_kv=512)
 CUDNN_BF16 = [
     ({}, B200, "9.x only"),
     ({"softcap": 2.0}, H200, "softcap"),
@@ -27,6 +28,7 @@ CUDNN_BF16 = [
     ({"seqlen_q": 257, "mask": Mask(right=5, alignment="bottom-right")}, H200, "as many keys as queries"),
     ({"seqlen_q": 257, "mask": END}, H200, "see no key"),
     ({"scale": -0.1}, H200, "a scale above 0"),
+    ({"lengths": PACKED}, H200, "does not define rows that see no key"),
 ]
 CUDNN_FP8 = [
     ({}, B200, "9.x only"),
@@ -34,9 +36,10 @@ CUDNN_FP8 = [
     ({"seqlen_q": 9, "mask": END}, H200, "no bottom-right alignment"),
     ({"head_dim": 72, "head_dim_v": 72}, H200, "no multiple of 16"),
     ({"scale": 0.0}, H200, "a scale above 0"),
+    ({"lengths": SQUARE}, H200, "not a packed batch"),
 ]
 REFUSED = {
-    "cudnn:bf16": CUDNN_BF16,
+    "cudnn:bf16": [*CUDNN_BF16, ({"lengths": SQUARE, "head_dim": 264, "head_dim_v": 264}, H200, "256")],
     "te:bf16": CUDNN_BF16,
     "cudnn:fp8": [*CUDNN_FP8, ({"seqlen_q": 257, "mask": Mask(90, 20)}, H200, "as many keys as queries")],
     "te:fp8": [*CUDNN_FP8, ({"mask": BEFORE}, H200, "no window mask")],
@@ -157,6 +160,7 @@ LEFT_OPEN = {"seqlen_q": 257, "mask": Mask(right=5)}
             for backend in ("cudnn", "te")
             for row in (({"seqlen_q": 1}, H200, "single query"), ({"head_dim_v": 80}, H200, "not its own"))
         ),
+        ("forward te:bf16", "forward cudnn:bf16", {"lengths": SQUARE, "head_dim": 136}, H200, "up to 128 only"),
         *((f"{way} te:bf16", f"{way} cudnn:bf16", LEFT_OPEN, H200, "as many keys") for way in ("forward", "backward")),
         *(
             (f"backward {name}", f"forward {name}", *row)
@@ -164,6 +168,7 @@ LEFT_OPEN = {"seqlen_q": 257, "mask": Mask(right=5)}
                 ("sdpa-efficient:bf16", {"seqlen_q": 64, "mask": Mask(5, 0, "bottom-right")}, H200, "left side"),
                 ("sdpa-flash:bf16", {"head_dim": 224, "head_dim_v": 224}, ADA, "backward"),
                 ("fa3:bf16", {"lengths": PACKED}, H200, "not a packed batch"),
+                ("te:bf16", {"lengths": SQUARE, "head_dim": 128, "head_dim_v": 128}, H200, "not a packed batch"),
             )
         ),
     ],

@@ -21,7 +21,6 @@ from attnbench.kernels.capabilities import Device
 from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Saved
 from attnbench.problem.fp8 import Recipe, quantise
 from attnbench.problem.lengths import packed
-from attnbench.problem.lengths_kind import LengthsKind
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 
@@ -88,15 +87,6 @@ def test_batches_of_other_lengths_share_a_graph() -> None:
             exact = dense_attention(own.q(x[0]), own.kv(x[1]), own.kv(x[2]), own.spec)[0]
             assert relative_l2(own.q(out), exact) < 0.01
     assert PyGraph.built == before + 1
-
-
-def test_packed_batches_that_are_not_served() -> None:
-    kind = LengthsKind(batch="packed", square=True, total_q=64, total_kv=64)
-    spec = SPEC.replace(lengths=kind, head_dim=264, head_dim_v=264)
-    assert "up to 256 only" in FORWARDS["cudnn:bf16"].refusals(spec, H200)[0]
-    assert "not a packed batch" in FP8.refusals(SPEC.replace(lengths=kind), H200)[0]
-    uneven = SPEC.replace(lengths=LengthsKind(batch="packed", total_q=64, total_kv=64))
-    assert FORWARDS["cudnn:bf16"].refusals(uneven, H200) == ["does not define rows that see no key"]
 
 
 def test_two_threads_share_a_graph_and_no_handle(monkeypatch: pytest.MonkeyPatch) -> None:

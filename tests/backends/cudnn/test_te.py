@@ -20,7 +20,6 @@ from attnbench.backends.te import history as te_history
 from attnbench.backends.te import library as te_library
 from attnbench.kernels.capabilities import Device
 from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Saved
-from attnbench.problem.lengths_kind import LengthsKind
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 
@@ -46,14 +45,6 @@ def step(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> 
     operands = FP8.prepare(Inputs(q, k, v), spec)
     result = FP8.run(operands)
     return (result.out, *FP8_BACKWARD.run(Saved(operands, *result), grad))
-
-
-def test_packed_batches_are_served_forward_and_of_narrow_heads() -> None:
-    kind = LengthsKind(batch="packed", square=True, total_q=64, total_kv=64)
-    spec = AttentionSpec.make(batch=2, heads=4, seqlen_q=32, head_dim=128, lengths=kind)
-    assert FORWARDS["te:bf16"].refusals(spec, H200) == []
-    assert "up to 128 only" in FORWARDS["te:bf16"].refusals(spec.replace(head_dim=136), H200)[0]
-    assert "not a packed batch" in BACKWARDS["te:bf16"].refusals(spec.replace(direction="training"), H200)[0]
 
 
 def test_what_came_before_does_not_decide_the_answer() -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from backwards import make, saved
+from backwards import beside, make, moved, saved, wider
 from torch import Tensor
 
 from attnbench import AttentionSpec, Mask
@@ -79,25 +79,6 @@ def program_of(argument: Any) -> Any:
         shapes = tuple(tuple(x) for x in (argument.shape, argument.strides, argument.block_shape))
         return type(argument), argument.base.dtype, shapes
     return argument
-
-
-def moved(x: Tensor) -> Tensor:
-    """The same numbers, from a place that is no multiple of 16 bytes on."""
-    memory = torch.zeros(x.numel() + 16 // x.element_size() + 1, dtype=x.dtype)
-    begin = -memory.data_ptr() % 16 // x.element_size() + 1
-    there = memory[begin : begin + x.numel()].view(x.shape)
-    assert there.data_ptr() % 16
-    return there.copy_(x)
-
-
-def beside(x: Tensor) -> Tensor:
-    """The same numbers, heads side by side in memory."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def wider(x: Tensor) -> Tensor:
-    """The same numbers, with others behind each row."""
-    return torch.cat([x, torch.ones_like(x)], 3)[..., : x.shape[3]]
 
 
 Change = Callable[[Quantised], Quantised]
@@ -202,11 +183,6 @@ def test_threads_with_problems_of_their_own_get_their_own_answers() -> None:
             assert all(torch.equal(x, y) for x, y in zip(found, answer, strict=True))
 
 
-def _e4m3(shape: tuple[int, ...], seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
-
-
 @pytest.mark.parametrize("operand", "qkv")
 def test_descales_that_fit_nowhere_are_an_error_forward_and_backward(operand: str) -> None:
     spec, (q, k, v, grad) = make(70, 90, heads=4, kv_heads=2, head_dim=64)
@@ -237,19 +213,3 @@ def test_what_comes_back_on_another_device_is_an_error_and_not_an_address() -> N
 
 def _e4m3_spec(spec: AttentionSpec) -> AttentionSpec:
     return spec.replace(direction="forward", dtype="e4m3", descale="head")
-
-
-def test_another_gpu_of_another_kind_is_asked_about_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=70, head_dim=64)
-    x, one = _e4m3((1, 2, 70, 64)), torch.ones(1, 1, 1, 1)
-    tile = ForwardTile(128, 128, 4, 3, interleaved=True, hopper=True)
-    operand = forward.Operand(x, one)
-    values = forward.Operand(forward.transposed(x), one)
-    monkeypatch.setattr(forward_hopper_launch, "_multiprocessors", lambda device: 132)
-    found = []
-    for here in (False, True, False):
-        monkeypatch.setattr(forward_hopper_launch, "runs_on", lambda device, here=here: here)
-        monkeypatch.setattr(forward_hopper_launch, "described", lambda *said: lambda x: x)
-        monkeypatch.setattr(forward_hopper_launch, "launch", lambda *said: None)
-        found.append(forward.laid_out(spec, tile, operand, operand, values).tile.hopper)
-    assert found == [False, True, False]

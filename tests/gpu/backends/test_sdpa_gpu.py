@@ -7,8 +7,7 @@ import itertools
 import dense
 import pytest
 import torch
-from on_gpu import LENGTHS, MASKS
-from sweep import Sweep, Truth
+from sweep import Truth
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -24,41 +23,6 @@ FAMILIES = (sdpa_flash.BACKEND, sdpa_cudnn.BACKEND, sdpa_efficient.BACKEND, sdpa
 KERNELS = [kernel for family in FAMILIES for kernel in family.kernels if "cuda" in kernel.rows]
 FORWARDS = {kernel.name: kernel for kernel in KERNELS if isinstance(kernel, ForwardKernel)}
 BACKWARDS = {kernel.name: kernel for kernel in KERNELS if isinstance(kernel, BackwardKernel)}
-
-HEAD_DIMS = [(64, 64), (80, 80), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128), (64, 128)]
-GROUPS = [1, 4, 8]
-SHARE = {"bf16": 1, "fp16": 5, "fp32": 5, "fp64": 17}  # every how many specs a precision takes
-
-
-def specs(dtype: str) -> list[AttentionSpec]:
-    """Every head dimension with every length and mask; groups rotate."""
-    rows = itertools.product(LENGTHS, [*MASKS, Mask(left=37, right=0, alignment="bottom-right")], HEAD_DIMS)
-    made = [
-        AttentionSpec.make(
-            batch=2, heads=8, kv_heads=8 // GROUPS[i % 3], seqlen_q=sq, seqlen_kv=skv, head_dim=d, head_dim_v=dv,
-            dtype=dtype, mask=mask, direction="training", scale=d**-0.5 if i % 5 else 0.21,
-        )
-        for i, ((sq, skv), mask, (d, dv)) in enumerate(rows)
-    ]  # fmt: skip
-    return list(dict.fromkeys(made))[:: SHARE[dtype]]  # a mask that cuts nothing is the same spec as none
-
-
-@pytest.mark.parametrize("dtype", SHARE)
-def test_each_kernel_refuses_or_agrees_with_dense_fp64(dtype: str) -> None:
-    """A backward is fed by its own forward's result and by an exact one's, in turns."""
-    sweep = Sweep(torch.device("cuda", 0))
-    names = [name for name in FORWARDS if name.endswith(f":{dtype}")]
-    for index, spec in enumerate(specs(dtype)):
-        truth = Truth.of(spec, index, sweep.device)
-        for name in names:
-            ran = sweep.forward(FORWARDS[name], truth)
-            if ran is not None and (index % 3 or not BACKWARDS[name].needs_lse):
-                sweep.backward(BACKWARDS[name], truth, Saved(ran[0], *ran[1]))
-            elif ran is not None:
-                sweep.backward(BACKWARDS[name], truth, sweep.exact(truth))
-    print(f"{dtype}\n{sweep.report()}")
-    assert not any(sweep.faults.values())
-    assert all(sweep.served[f"{name} {way}"] for name in names for way in ("fwd", "bwd"))
 
 
 @pytest.mark.parametrize("name", [name for name in FORWARDS if not name.startswith("sdpa-math")])

@@ -63,3 +63,22 @@ def check(kernel: BackwardKernel, given: Saved, grad_out: Tensor, allowed: float
         assert (x.shape, x.dtype) == (wanted.shape, gradient_dtype(spec)), name
         error = (x.double() - wanted).norm().item()
         assert error <= allowed * max(wanted.norm().item(), 0.1 * size, 1e-6), (name, error, wanted.norm(), size)
+
+
+def moved(x: Tensor) -> Tensor:
+    """The same numbers, from a place on that is no multiple of 16 bytes, where TMA cannot begin to read."""
+    memory = torch.zeros(x.numel() + 16 // x.element_size() + 1, dtype=x.dtype)
+    begin = -memory.data_ptr() % 16 // x.element_size() + 1
+    there = memory[begin : begin + x.numel()].view(x.shape)
+    assert there.data_ptr() % 16
+    return there.copy_(x)
+
+
+def beside(x: Tensor) -> Tensor:
+    """The same numbers, heads side by side in memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def wider(x: Tensor) -> Tensor:
+    """The same numbers, with others behind each row."""
+    return torch.cat([x, torch.ones_like(x)], 3)[..., : x.shape[3]]

@@ -9,7 +9,7 @@ from typing import Any
 import dense
 import pytest
 import torch
-from backwards import check, exactly_eight_bits, make, saved
+from backwards import beside, check, exactly_eight_bits, make, moved, saved, wider
 from hopper_backward import on_cpu, sums_off
 from torch import Tensor
 
@@ -72,24 +72,6 @@ def checked(given: Saved, grad: Tensor, ran: Ran) -> Prepared:
     ((name, prepared),) = ran
     assert name == "run_all"
     return prepared
-
-
-def beside(x: Tensor) -> Tensor:
-    """The same numbers, heads side by side in memory."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def wider(x: Tensor) -> Tensor:
-    """The same numbers, with others behind each row."""
-    return torch.cat([x, torch.ones_like(x)], 3)[..., : x.shape[3]]
-
-
-def moved(x: Tensor) -> Tensor:
-    """The same numbers, from a place on where TMA cannot begin to read."""
-    memory = torch.zeros(x.numel() + 8, dtype=x.dtype)
-    there = (memory[1:] if memory.data_ptr() % 16 == 0 else memory)[: x.numel()].view(x.shape)
-    assert there.data_ptr() % 16
-    return there.copy_(x)
 
 
 @pytest.mark.parametrize(
