@@ -23,7 +23,6 @@ FORWARDS = [
 ]  # fmt: skip
 # Scales of FP8 that follow what was seen in earlier steps: a rounding that differs once changes every later step.
 FOLLOWING = {"te:fp8>te:fp8": 0.1}
-MODES = ["reduce-overhead", "max-autotune"]
 MASKS = {"causal": {"is_causal": True}, "window": {"window": (64, 0)}}
 
 # In a process of its own: what is kept between calls must be made for the first time while torch warms up.
@@ -80,7 +79,10 @@ print("the same")
 """
 
 
-def answer(plan: str, mode: str, mask: str, *, trained: bool) -> None:
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("plan", "trained"), [*((x, True) for x in TRAINED), *((x, False) for x in FORWARDS)])
+def test_steps_are_those_of_eager_code(plan: str, trained: bool, mask: str, mode: str) -> None:
     command = [sys.executable, "-c", PROGRAM, plan, mode, str(trained), repr(MASKS[mask])]
     command.append(str(FOLLOWING.get(plan, 0.02)))
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -88,20 +90,6 @@ def answer(plan: str, mode: str, mask: str, *, trained: bool) -> None:
     if said.startswith("refused"):
         pytest.skip(said)
     assert said.endswith("the same"), done.stderr[-3000:]
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("plan", TRAINED)
-def test_training_steps_are_those_of_eager_code(plan: str, mask: str, mode: str) -> None:
-    answer(plan, mode, mask, trained=True)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("plan", FORWARDS)
-def test_forwards_are_those_of_eager_code(plan: str, mask: str, mode: str) -> None:
-    answer(plan, mode, mask, trained=False)
 
 
 @pytest.mark.parametrize("plan", ["sdpa-math", "flex:bf16", "triton:fp8"])

@@ -1,16 +1,14 @@
 """Measures tiles for the FP8 backward on this machine's GPU and prints the entries of ``backward.tiles.TILES``.
 
     python tests/gpu/tune/tune_triton_backward.py [--seconds 280] [--precision fp8,fp8-all] [--head-dims 128,64]
-    python tests/gpu/tune/tune_triton_backward.py --seconds 180 --precision fp8 --head-dims 128
-    python tests/gpu/tune/tune_triton_backward.py --dry-run [--rings-alone]
 
 For whoever commits the table, on a machine that nobody else computes on.  Many processes compile the candidates, tiles
-of the plain kernels and rings of the Hopper ones, into Triton's cache on the disk, and launch nothing: that is all that
-a dry run does, which needs no GPU.  Then a process times the kernels of each cell, dK with dV, dQ, and the one for all
-three, each by itself, the candidates in turns (ABBA), so that clocks and heat are the same for all.  All candidates run
-at the shorter length, the fastest tiles and the fastest rings at the longer one.  A candidate whose gradients are not
-those of the first, a plain tile, within what rounding explains, is none; nor is one that is silent for 20 seconds or
-takes its process along, after which another process goes on without it.
+of the plain kernels and rings of the Hopper ones, into Triton's cache on the disk, and launch nothing.  Then a process
+times the kernels of each cell, dK with dV, dQ, and the one for all three, each by itself, the candidates in turns
+(ABBA), so that clocks and heat are the same for all.  All candidates run at the shorter length, the fastest tiles and
+the fastest rings at the longer one.  A candidate whose gradients are not those of the first, a plain tile, within what
+rounding explains, is none; nor is one that is silent for 20 seconds or takes its process along, after which another
+process goes on without it.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ sys.path.extend(str(Path(__file__).parents[2] / "support" / each) for each in ("
 
 from compiled_for_hopper import Program, compiled
 from hopper_backward import PLAIN, RINGS, SAME, Kind, run, sums_off
-from watched import Begun, Done, Lost, one_by_one
+from watched import Begun, Done, one_by_one
 
 from attnbench import AttentionSpec, Mask
 from attnbench.backends.triton.backward.tiles import DEFAULT, Tile, TileKey, Tiles
@@ -222,19 +220,6 @@ def entry(key: TileKey, keys: tuple[Tile, Times], queries: tuple[Tile, Times], f
     return f"    # {took}\n    TileKey({place}): Tiles({said(keys[0])}, {said(queries[0])}{more}),"
 
 
-def show(job: Job, found: Times | Wrong | Lost | None, plain: Times) -> None:
-    """A line of what came of a candidate: milliseconds, TFLOPS, and times the best plain tile's speed."""
-    cells = []
-    for length in LENGTHS if isinstance(found, dict) else ():
-        if length in found:
-            flops = spec_of(job.key, length).flops * 2.5 / 3.5
-            cells.append(
-                f"{found[length]:8.3f} ms ({flops / found[length] / 1e9:5.0f}, {plain[length] / found[length]:.2f}x)"
-            )
-    reason = found.reason if isinstance(found, (Wrong, Lost)) else "not measured in time" if found is None else ""
-    print(f"    {said(job.tile):36}", *cells, reason)
-
-
 def compile_all(jobs: Sequence[Job], processes: int, ends: float) -> dict[Job, Program]:
     """By number within the cell, so that time that runs out takes the last candidates of each, not all of one."""
     places = {job: len([x for x in jobs[: jobs.index(job)] if x[:2] == job[:2]]) for job in jobs}
@@ -245,22 +230,18 @@ def compile_all(jobs: Sequence[Job], processes: int, ends: float) -> dict[Job, P
     return programs
 
 
-def name_of(key: TileKey, kind: Kind) -> str:
-    """Of a cell, for people."""
-    return f"{'FP8' if key.narrow else 'bf16'} sums, D={key.head_dim}, mask {key.mask}, {kind}"
-
-
-def show_cell(jobs: Sequence[Job], found: Mapping[Job, Any]) -> None:
-    """Every candidate of a cell, the fastest first."""
-    print(f"\n{name_of(*jobs[0][:2])} (TFLOPS as if it were the whole backward; times the best plain tile's speed)")
+def show(jobs: Sequence[Job], found: Mapping[Job, Any]) -> None:
+    """Every candidate of a cell, the fastest first, with milliseconds and TFLOPS as if it were the whole backward."""
+    key, kind, _ = jobs[0]
+    print(f"\n{'FP8' if key.narrow else 'bf16'} sums, D={key.head_dim}, mask {key.mask}, {kind}")
     timed = {job: x for job in jobs if isinstance(x := found.get(job), dict)}
-    plain = {
-        length: min((x[length] for job, x in timed.items() if not job.tile.hopper and length in x), default=math.nan)
-        for length in LENGTHS
-    }
     for job in sorted(jobs, key=lambda job: timed.get(job, {}).get(LENGTHS[0], math.inf)):
-        show(job, found.get(job), plain)
-    sys.stdout.flush()
+        rates = [
+            f"{ms:8.3f} ms ({spec_of(key, length).flops * 2.5 / 3.5 / ms / 1e9:5.0f})"
+            for length, ms in timed.get(job, {}).items()
+        ]
+        reason = "" if job in timed else getattr(found.get(job), "reason", "not measured in time")
+        print(f"    {said(job.tile):36}", *rates, reason, flush=True)
 
 
 def hopeless(lost: Sequence[Job], job: Job) -> bool:
@@ -269,40 +250,17 @@ def hopeless(lost: Sequence[Job], job: Job) -> bool:
     return job.tile in alike or (job.tile.hopper is not None and sum(tile.hopper is not None for tile in alike) >= 2)
 
 
-def measured(sound: Sequence[Job], wrong: Mapping[Job, Wrong], ends: float) -> dict[Job, Any]:
-    """What came of every candidate; prints each cell as soon as all of it is known."""
-    found: dict[Job, Any] = dict(wrong)
-    jobs = [*sound, *wrong]
-    cells = {job[:2]: [x for x in jobs if x[:2] == job[:2]] for job in jobs}
-
-    def heard(said: Any) -> None:
-        if isinstance(said, Done):
-            found[said.item] = said.found
-            cell = cells[said.item[:2]]
-            if all(job in found for job in cell):
-                show_cell(cell, found)
-
-    limit = ends - time.monotonic() + PATIENCE
-    one_by_one(partial(measure, ends), sound, patience=PATIENCE, limit=limit, hopeless=hopeless, heard=heard)
-    for cell in cells.values():
-        if not all(job in found for job in cell):
-            show_cell(cell, found)
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=280.0, help="how long it may take")
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) - 2))
     parser.add_argument("--precision", default="fp8,fp8-all")
     parser.add_argument("--head-dims", default="128,64")
-    parser.add_argument("--rings-alone", action="store_true", help="the default tile and the rings")
-    parser.add_argument("--dry-run", action="store_true", help="compile, launch nothing; 1 if a ring fails")
     asked = parser.parse_args()
-    if not (asked.dry_run or torch.cuda.is_available()):
+    if not torch.cuda.is_available():
         parser.error("torch sees no CUDA GPU")
     ends = time.monotonic() + asked.seconds
-    capability = (9, 0) if asked.dry_run else torch.cuda.get_device_capability()
+    capability = torch.cuda.get_device_capability()
     if capability != (9, 0):
         parser.error(f"compiles for Hopper, and this GPU has compute capability {capability}")
     keys = [
@@ -311,18 +269,12 @@ def main() -> None:
         for mask in ("none", "causal")
     ]
     jobs = [job for key in keys for kind in KINDS for job in candidates(key, kind)]
-    if asked.rings_alone:
-        jobs = [job for job in jobs if job.tile.hopper or job.tile == candidates(*job[:2])[0].tile]
-    share = 1.0 if asked.dry_run else COMPILING
-    programs = compile_all(jobs, asked.processes, ends - (1 - share) * asked.seconds)
-    if asked.dry_run:
-        for job in jobs:
-            shared, seconds, problem = programs[job]
-            cell = f"{name_of(*job[:2]):44} {said(job.tile):36}"
-            print(f"{cell} {shared / 1024:6.1f} KiB {seconds:5.1f} s", problem or "")
-        sys.exit(any(programs[job].problem for job in jobs if job.tile.hopper))
+    programs = compile_all(jobs, asked.processes, ends - (1 - COMPILING) * asked.seconds)
     wrong = {job: Wrong(program.problem) for job, program in programs.items() if program.problem}
-    found = measured([job for job in jobs if job not in wrong], wrong, ends)
+    sound, limit = [job for job in jobs if job not in wrong], ends - time.monotonic() + PATIENCE
+    found = wrong | one_by_one(partial(measure, ends), sound, patience=PATIENCE, limit=limit, hopeless=hopeless)
+    for _, cell in itertools.groupby(jobs, key=lambda job: job[:2]):
+        show(list(cell), found)
     lines = []
     for key in keys:
         timed = {job: x for job, x in found.items() if job.key == key and isinstance(x, dict)}

@@ -12,6 +12,7 @@ from dense import dense_attention, relative_l2
 from hopper_forward import forward_on_cpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import Problem, tensors_of
 
 from attnbench.backends.triton import TritonForward, TritonOnePass
 from attnbench.backends.triton.forward.tiles import ONE_PASS, Tile
@@ -40,18 +41,8 @@ def _on_cpu() -> Iterator[None]:
     _LATE[0] = True
 
 
-def tensors(spec: AttentionSpec, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    dtype = torch.float16 if spec.dtype == "fp16" else torch.bfloat16
-
-    def normal(heads: int, length: int, size: int) -> torch.Tensor:
-        return torch.randn(spec.batch, heads, length, size, generator=generator).to(dtype)
-
-    return (
-        normal(spec.heads, spec.seqlen_q, spec.head_dim),
-        normal(spec.kv_heads, spec.seqlen_kv, spec.head_dim),
-        normal(spec.kv_heads, spec.seqlen_kv, spec.head_dim_v),
-    )
+def tensors(spec: AttentionSpec) -> list[torch.Tensor]:
+    return tensors_of(Problem(spec, "bhsd", False, 0))[:3]
 
 
 def agrees(operands: Operands, result: Result, off: float = 0.04) -> None:
