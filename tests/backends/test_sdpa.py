@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import re
+from itertools import permutations
 
 import pytest
 import torch
@@ -107,43 +107,34 @@ def test_score_matrices_beyond_memory_are_refused_before_anything_is_allocated()
 
 @settings(deadline=None)
 @given(st.data())
-def test_cudnn_s_backward_gets_layouts_that_q_s_strides_tell(data: st.DataObject) -> None:
-    """A function of q's strides, whatever the caller's layout was, with rows that can be read as vectors."""
-    sizes = [*(data.draw(st.integers(1, 3)) for _ in range(3)), 16]
-    q_axes = [*data.draw(st.permutations([0, 1, 2])), 3]
-    q = torch.empty_permuted(sizes, q_axes, dtype=torch.bfloat16)
-    if data.draw(st.booleans()):
-        q = q[:, :1].expand(sizes)
-    wanted = None
-    for _ in range(3):
-        axes = data.draw(st.permutations([0, 1, 2, 3]))
-        x = torch.empty_permuted([*sizes[:3], 8], axes, dtype=torch.bfloat16).normal_()
-        laid = sdpa_cudnn._laid_out_as(q, x)
-        assert torch.equal(laid, x)
-        assert laid.stride(3) == 1
-        assert wanted in (None, laid.stride())
-        wanted = laid.stride()
+def test_cudnn_s_backward_gets_strides_that_no_other_call_of_torch_s_has(data: st.DataObject) -> None:
+    """torch keeps a graph for the strides of q, k and v, and runs it on other layouts of the rest.
 
-
-@settings(deadline=None)
-@given(st.data())
-def test_cudnn_s_backward_gets_q_in_strides_that_nobody_else_has(data: st.DataObject) -> None:
-    """The same numbers; what one caller's layout leads to depends on that layout alone."""
+    So q comes in strides that nobody else has, of the same numbers and from that layout alone, and all others in a
+    function of them, whatever the caller's layout was, with rows that can be read as vectors.
+    """
     sizes = [*(data.draw(st.integers(1, 3)) for _ in range(3)), 16]
     axes = [*data.draw(st.permutations([0, 1, 2])), 3]
     q = torch.empty_permuted(sizes, axes, dtype=torch.bfloat16).normal_()
     if data.draw(st.booleans()):
         q = q[:, :1].expand(sizes)
-    found = sdpa_cudnn._apart(q)
-    assert torch.equal(found, q)
-    assert found.stride() == sdpa_cudnn._apart(q.clone(memory_format=torch.preserve_format)).stride() or 0 in q.stride()
-    assert found.stride(3) == 1
-    assert not any(stride % 8 for stride in found.stride()[:3])  # rows begin where vectors do
-    assert found.data_ptr() % 16 == 0
-    dense = {torch.empty_permuted(sizes, order).stride() for order in itertools.permutations(range(4))}
-    assert found.stride() not in dense
+    apart = sdpa_cudnn._apart(q)
+    assert torch.equal(apart, q)
+    assert apart.stride() == sdpa_cudnn._apart(q.clone(memory_format=torch.preserve_format)).stride() or 0 in q.stride()
+    assert apart.stride(3) == 1
+    assert not any(stride % 8 for stride in apart.stride()[:3])  # rows begin where vectors do
+    assert apart.data_ptr() % 16 == 0
+    assert apart.stride() not in {torch.empty_permuted(sizes, order).stride() for order in permutations(range(4))}
     if sizes[axes[0]] == 1 and 0 not in q.stride():
-        assert found.data_ptr() == q.data_ptr()
+        assert apart.data_ptr() == q.data_ptr()
+    wanted = None
+    for _ in range(3):
+        x = torch.empty_permuted([*sizes[:3], 8], data.draw(st.permutations([0, 1, 2, 3])), dtype=torch.bfloat16)
+        laid = sdpa_cudnn._laid_out_as(q, x.normal_())
+        assert torch.equal(laid, x)
+        assert laid.stride(3) == 1
+        assert wanted in (None, laid.stride())
+        wanted = laid.stride()
 
 
 SIDES = st.none() | st.integers(0, 9)

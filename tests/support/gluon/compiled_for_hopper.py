@@ -25,6 +25,16 @@ from places import SUPPORT
 SHARED_MEMORY = 227 * 1024  # bytes that a program may have on Hopper
 Job = TypeVar("Job")
 
+_DESCRIPTORS = """
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language import NVMMASharedLayout
+
+def descriptor(kind, *block):
+    bits = {"fp8e4nv": 8, "bf16": 16, "fp32": 32}[kind]
+    swizzle = min(block[1] * bits // 8, 128) if len(block) > 1 else 0
+    layout = NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=len(block))
+    return f"tensordesc<{kind}[{', '.join(map(str, block))}],{layout!r}>"
+"""
 # Compiles for sm_90 what `sources` yields for the json on stdin, and prints what came of each.
 _ASSEMBLE = """
 import json, subprocess, sys, tempfile
@@ -90,15 +100,21 @@ def compiling() -> Iterator[list[Any]]:
 def assembled(sources: str, kernels: Sequence[object], folder: Path) -> list[dict[str, Any]]:
     """What ptxas says of each kernel, its machine code, its bytes of shared memory and its ttgir.
 
-    ``sources`` is code that defines a function of that name: from ``kernels`` to Gluon sources with their registers.
-    Triton's cache lies in ``folder``.
+    None waits for its products one by one, takes more shared memory than there is or has barriers that idle.
+    ``sources`` is code that defines a function of that name: from ``kernels`` to Gluon sources with their registers,
+    which may have ``descriptor(kind, *block)`` among their types.  Triton's cache lies in ``folder``.
     """
     import triton
 
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     if not all((tools / name).exists() for name in ("ptxas", "cuobjdump")):
         pytest.skip("this Triton brings no ptxas")
-    return printed(sources + _ASSEMBLE, str(tools), folder=folder, said=kernels)
+    found = printed(_DESCRIPTORS + sources + _ASSEMBLE, str(tools), folder=folder, said=kernels)
+    for each in found:
+        assert "C75" not in each["said"], each["said"]  # wgmma that ptxas waits for one by one
+        assert int(each["shared"]) <= SHARED_MEMORY
+        assert not idle_barriers(each["ttgir"])
+    return found
 
 
 def printed(program: str, *arguments: str, folder: Path, said: object = None) -> Any:
