@@ -148,35 +148,24 @@ def test_what_launches_otherwise_is_left_to_triton(change: Callable[[Compiled], 
     assert (start is None) == (change is not None)
 
 
-@pytest.mark.parametrize("release", ["3.6.0", "9.9.0"])
-def test_an_unknown_release_starts_the_same(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one that is known only what lies on 16 bytes, on the GPU that it was compiled for, after Triton has."""
-    monkeypatch.setattr(triton, "__version__", release)
+def test_an_unknown_release_is_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "__version__", "9.9.0")
+    assert direct.starter(Compiled(PLAIN, []), GRID, tuple(memory(2)), CONSTANTS) is None
+
+
+def test_a_launch_starts_by_itself_only_what_was_compiled_for_such_memory_on_its_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Addresses on 16 bytes, on the GPU that it was compiled for, after Triton has launched it once."""
     monkeypatch.setattr(launching, "_current_device", lambda: 1)
-    started: list[Any] = []
-    compiled, by_triton = Compiled(PLAIN, started), []
-
-    class Kernel:
-        def __getitem__(self, grid: Any) -> Callable[..., Compiled]:
-            def launch(*given: Any, **_: Any) -> Compiled:
-                by_triton.append(addresses(given))
-                return compiled
-
-            return launch
-
-    launch, known = Launch(Kernel(), GRID, CONSTANTS, {}), release == "3.6.0"
-    x, y = memory(2)
-    off = torch.zeros(9, dtype=torch.bfloat16)[1:]
-    gpu = torch.device("cuda", 1)
-    assert not launch.again(1, 0, (16, 32))
-    launch.on(gpu, (x, off))
-    assert not launch.again(1, 0, (16, 32)), "what was compiled for odd addresses is no other's"
-    launch.on(gpu, (x, y))
-    assert by_triton == [addresses((x, each, *CONSTANTS)) for each in (off, y)]
-    assert launch.again(1, 0, (16, 32)) is known
+    started, by_triton = [], []
+    compiled = Compiled(PLAIN, started)
+    kernel = SimpleNamespace(launch=lambda *given, **_: (by_triton.append(addresses(given)), compiled)[1])
+    launch = Launch({GRID: kernel.launch}, GRID, CONSTANTS, {})
+    (x, y), off, gpu = memory(2), torch.zeros(9, dtype=torch.bfloat16)[1:], torch.device("cuda", 1)
+    for pair in ((x, off), (x, y), (y, x), (y, off)):
+        launch.on(gpu, pair)
+    assert by_triton == [addresses((*pair, *CONSTANTS)) for pair in ((x, off), (x, y), (y, off))]
+    assert [each[13:] for each in started] == [addresses((y, x, *CONSTANTS))]
     assert not launch.again(0, 0, (16, 32))
     assert not launch.again(1, 8, (16, 40))
-    launch.on(gpu, (y, x))
-    launch.on(gpu, (y, off))
-    assert by_triton[2:] == [addresses((y, off, *CONSTANTS))]
-    assert started[-1][13:] == addresses((y, x, *CONSTANTS))
