@@ -167,6 +167,22 @@ def test_no_forward_gets_the_launch_of_memory_that_lies_otherwise(started: list[
     check(run, started)
 
 
+def test_calls_alike_look_their_launches_up(started: list[Started]) -> None:
+    """A new launch costs several times what one that is known does."""
+    kernel = TritonBackward("triton:fp8", narrow=False, declared_error=0.1, tiles=Tiles(TILE, TILE))
+    forward_ = TritonForward("fp8", FORWARD_TILE)
+    spec, (q, k, v, grad) = make(70, 90, head_dim=64)
+    found = []
+    for _ in range(2):
+        started.clear()
+        operands = forward_.prepare(Inputs(q.clone(), k.clone(), v.clone()), spec)
+        result = forward_.run(operands)
+        kernel.run(Saved(operands, result.out, result.lse), grad.clone())
+        found.append([each.launch for each in started])
+    assert len(found[0]) > 4
+    assert [id(x) for x in found[0]] == [id(x) for x in found[1]]
+
+
 def test_threads_with_problems_of_their_own_get_their_own_answers() -> None:
     """The interpreter, which serves one thread at a time, is no reason to serve one caller."""
     kernel = TritonBackward("triton:fp8", narrow=False, declared_error=0.1, tiles=Tiles(TILE, TILE))

@@ -188,11 +188,6 @@ def sums_off(spec: AttentionSpec) -> float:
     return ROUNDED * math.sqrt(additions(spec))
 
 
-def _summed_anyhow(spec: AttentionSpec) -> float:
-    """The same between two runs: two orders, and the rounding of the result; two addends have one order."""
-    return math.sqrt(2) * sums_off(spec) if additions(spec) > 2 else 0.0
-
-
 def run(given: Prepared, kind: Kind, tile: Tile, dtype: torch.dtype, narrow: bool = False) -> tuple[Tensor, ...]:
     """(dk, dv), (dq,) or (dq, dk, dv) by one kernel, in plain Triton by two; ``given`` was prepared for it.
 
@@ -223,47 +218,44 @@ def check_all(jobs: list[Job], say: Callable[[Any], None]) -> None:
     """Says of each job what is wrong, None where nothing is."""
     on_gpu = torch.cuda.is_available()
     dense.visible = visible  # the same a row at a time
-    checks = Checks("cuda" if on_gpu else "cpu")
-    torch.zeros(1, device=checks.device)  # the GPU's context takes long, and is no case's
+    torch.zeros(1, device="cuda" if on_gpu else "cpu")  # the GPU's context takes long, and is no case's
     with nullcontext() if on_gpu else on_cpu(lambda: True):
         for job in jobs:
             say(Begun(job))
-            say(Done(job, checks.wrong(job)))
+            say(Done(job, problem_of(job)))
 
 
-class Checks:
+def problem_of(job: Job) -> str | None:
+    """What a person would want to know of it, in a line."""
+    problem, plain, truth, sizes = _known(job.case, job.kind, job.narrow)
+    tile, dtype = PLAIN._replace(hopper=job.ring), gradient_dtype(problem.spec)
+    first, *more = (run(problem.hopper, job.kind, tile, dtype, job.narrow) for _ in range(RUNS))
+    said = []
+    for i, name in enumerate(NAMES[job.kind]):
+        summed = (job.kind, name) == ("all", "dq")
+        same = SAME + sums_off(problem.spec) if summed else SAME
+        off = distance(first[i], plain[i].double(), sizes[i]), distance(first[i], truth[i], sizes[i])
+        for each, allowed, other in zip(off, (same, ALLOWED[job.narrow]), ("plain Triton", "FP64"), strict=True):
+            if not each <= allowed:
+                said.append(f"{name} is off by {each:.3g} from {other}, {allowed:.3g} allowed")
+        again = max(distance(other[i], first[i].double(), sizes[i]) for other in more)
+        # Between two runs there are two orders, and the rounding of the result; two addends have one order.
+        anyhow = math.sqrt(2) * sums_off(problem.spec) if summed and additions(problem.spec) > 2 else 0.0
+        if again > anyhow:
+            said.append(f"{name} is off by {again:.3g} when it runs again")
+    return "; ".join(said) or None
+
+
+@lru_cache(maxsize=1)
+def _known(
+    name: str, kind: Kind, narrow: bool
+) -> tuple[Problem, tuple[Tensor, ...], tuple[Tensor, ...], tuple[float, ...]]:
     """The case that was asked for last is kept, for other rings."""
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self.known = lru_cache(maxsize=1)(self._known)
-
-    def wrong(self, job: Job) -> str | None:
-        """What a person would want to know of it, in a line."""
-        problem, plain, truth, sizes = self.known(job.case, job.kind, job.narrow)
-        tile, dtype = PLAIN._replace(hopper=job.ring), gradient_dtype(problem.spec)
-        first, *more = (run(problem.hopper, job.kind, tile, dtype, job.narrow) for _ in range(RUNS))
-        said = []
-        for i, name in enumerate(NAMES[job.kind]):
-            summed = (job.kind, name) == ("all", "dq")
-            same = SAME + sums_off(problem.spec) if summed else SAME
-            off = distance(first[i], plain[i].double(), sizes[i]), distance(first[i], truth[i], sizes[i])
-            for each, allowed, other in zip(off, (same, ALLOWED[job.narrow]), ("plain Triton", "FP64"), strict=True):
-                if not each <= allowed:
-                    said.append(f"{name} is off by {each:.3g} from {other}, {allowed:.3g} allowed")
-            again = max(distance(other[i], first[i].double(), sizes[i]) for other in more)
-            if again > (_summed_anyhow(problem.spec) if summed else 0):
-                said.append(f"{name} is off by {again:.3g} when it runs again")
-        return "; ".join(said) or None
-
-    def _known(
-        self, name: str, kind: Kind, narrow: bool
-    ) -> tuple[Problem, tuple[Tensor, ...], tuple[Tensor, ...], tuple[float, ...]]:
-        problem = _problem(CASES[name], self.device, narrow, kind == "all")
-        exact = (*problem.operands.tensors(torch.float64), problem.grad_out, problem.spec)
-        part = {"keys": slice(1, 3), "queries": slice(0, 1), "all": slice(0, 3)}[kind]
-        plain = run(problem.plain, kind, PLAIN, gradient_dtype(problem.spec), narrow)
-        return problem, plain, dense.dense_gradients(*exact)[part], dense.gradient_sizes(*exact)[part]
+    problem = _problem(CASES[name], "cuda" if torch.cuda.is_available() else "cpu", narrow, kind == "all")
+    exact = (*problem.operands.tensors(torch.float64), problem.grad_out, problem.spec)
+    part = {"keys": slice(1, 3), "queries": slice(0, 1), "all": slice(0, 3)}[kind]
+    plain = run(problem.plain, kind, PLAIN, gradient_dtype(problem.spec), narrow)
+    return problem, plain, dense.dense_gradients(*exact)[part], dense.gradient_sizes(*exact)[part]
 
 
 @contextmanager
