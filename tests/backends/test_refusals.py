@@ -21,6 +21,7 @@ SPEC = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, head_dim=64)
 CAUSAL, END, BEFORE = Mask(right=0), Mask(right=0, alignment="bottom-right"), Mask(left=5, right=0)
 PACKED = LengthsKind(batch="packed", total_q=512, total_kv=512)
 SQUARE = LengthsKind(batch="packed", square=True, total_q=512, total_kv=512)
+WIDE = {"head_dim": 128, "head_dim_v": 128}
 CUDNN_BF16 = [
     ({}, B200, "9.x only"),
     ({"softcap": 2.0}, H200, "softcap"),
@@ -105,6 +106,20 @@ REFUSED = {
         ({}, A100, "compute capability"),
         ({}, B200, "exists only below"),
     ],
+    "triton:fp8-token": [
+        ({"head_dim": 264, "head_dim_v": 264}, H200, "outside 1 to 256"),
+        ({"dtype": "fp64"}, H200, "takes bf16, fp16, fp32, e4m3 tensors"),
+        ({"dtype": "e5m2", "descale": "head"}, H200, "not e5m2"),
+        ({"batch": 2**21, "heads": 64, "kv_heads": 64, "seqlen_q": 2048}, H200, "programs"),
+        ({}, A100, "compute capability"),
+        ({}, B200, "compute capability"),
+    ],
+    "triton:fp8-onepass": [
+        ({**WIDE, "softcap": 5.0}, H200, "has no softcap"),
+        ({**WIDE, "scale": -0.1}, H200, "no negative scale"),
+        ({**WIDE, "dtype": "fp32"}, H200, "fp32"),
+        ({}, H200, "head_dim 64"),
+    ],
     "sdpa-flash:bf16": [
         ({"head_dim": 264, "head_dim_v": 264}, H200, "outside 8 to 256"),
         ({"head_dim": 60, "head_dim_v": 60}, H200, "no multiple of 8"),
@@ -113,7 +128,7 @@ REFUSED = {
         ({"batch": 2**16}, H200, "takes at most"),
         ({}, V100, "compute capability"),
     ],
-    "sdpa-flash:fp32": [({"dtype": "fp32"}, H200, "runs on cpu, not on cuda")],
+    "sdpa-flash:fp32": [({}, H200, "runs on cpu, not on cuda")],
     "sdpa-cudnn:bf16": [
         ({"mask": BEFORE}, H200, "no window mask"),
         ({"seqlen_q": 7, "mask": END}, H200, "no bottom-right"),
@@ -132,6 +147,7 @@ ROWS = [(name, *row) for name, rows in REFUSED.items() for row in rows]
 @pytest.fixture(autouse=True)
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
 @pytest.mark.parametrize(("name", "changes", "device", "sentence"), ROWS, ids=[f"{row[0]} {row[3]}" for row in ROWS])
@@ -139,7 +155,7 @@ def test_what_is_refused_has_its_reason(name: str, changes: dict[str, object], d
     known = registry()
     spec = SPEC.replace(**changes)
     for kernel in (known.forward(name), *([known.backward(name)] if name in known.backwards else [])):
-        assert kernel.refusals(SPEC, H200) == [] or name in ("fa4:fp8", "sdpa-flash:fp32")
+        assert not changes or sentence not in "; ".join(kernel.refusals(SPEC, H200))
         assert sentence in "; ".join(kernel.refusals(spec, device))
 
 
@@ -168,7 +184,7 @@ LEFT_OPEN = {"seqlen_q": 257, "mask": Mask(right=5)}
                 ("sdpa-efficient:bf16", {"seqlen_q": 64, "mask": Mask(5, 0, "bottom-right")}, H200, "left side"),
                 ("sdpa-flash:bf16", {"head_dim": 224, "head_dim_v": 224}, ADA, "backward"),
                 ("fa3:bf16", {"lengths": PACKED}, H200, "not a packed batch"),
-                ("te:bf16", {"lengths": SQUARE, "head_dim": 128, "head_dim_v": 128}, H200, "not a packed batch"),
+                ("te:bf16", {**WIDE, "lengths": SQUARE}, H200, "not a packed batch"),
             )
         ),
     ],

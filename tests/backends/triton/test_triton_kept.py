@@ -167,6 +167,16 @@ def test_no_forward_gets_the_launch_of_memory_that_lies_otherwise(started: list[
     check(run, started)
 
 
+@pytest.mark.parametrize("operand", "qkv")
+def test_rows_that_are_ready_are_copied_where_tma_could_not_read_them(operand: str) -> None:
+    kernel = TritonBackward("triton:fp8", narrow=False, declared_error=0.1, tiles=Tiles(TILE, TILE))
+    spec, (q, k, v, grad) = make(128, 128, head_dim=64)
+    plain = saved(spec, q, k, v, (HEAD,) * 3)
+    operands = replace(plain.operands, **{operand: DATA["moved"](getattr(plain.operands, operand))})
+    found = kernel.run(replace(plain, operands=operands), grad)
+    assert all(torch.equal(x, y) for x, y in zip(found, kernel.run(plain, grad), strict=True))
+
+
 def test_calls_alike_look_their_launches_up(started: list[Started]) -> None:
     """A new launch costs several times what one that is known does."""
     kernel = TritonBackward("triton:fp8", narrow=False, declared_error=0.1, tiles=Tiles(TILE, TILE))
