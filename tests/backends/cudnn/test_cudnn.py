@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from problems import Problem, tensors_of
 from standins_cudnn import CUDNN, PyGraph, install_front_end
+from standins_graph import LARGEST
 
 from attnbench.backends.cudnn import backend as cudnn
 from attnbench.backends.cudnn.scales import gradient_bounds
@@ -55,6 +56,15 @@ def test_no_gradient_exceeds_its_bound(seed: int, group: int, mask: Mask, spread
     for bound, true in zip(bounds, (ds, *dense_gradients(*seen, grad, spec)), strict=True):
         assert bound.shape == (1, 1, 1, 1)
         assert true.abs().max() <= bound.item()
+
+
+def test_bounds_leave_e5m2_its_digits() -> None:
+    spec = AttentionSpec.make(batch=1, heads=4, kv_heads=2, seqlen_q=512, head_dim=128, direction="training")
+    q, k, v, grad = tensors_of(Problem(spec, "bhsd", False, 0))
+    bounds = gradient_bounds(*(quantise(x, Recipe("tensor")) for x in (q, k, v)), grad, spec)
+    for bound, each in zip(bounds[1:], dense_gradients(q, k, v, grad, spec), strict=True):
+        typical = each.pow(2).mean().sqrt().item() * LARGEST[torch.float8_e5m2] / bound.item()
+        assert typical > 2**-10  # e5m2's smallest normal number is 2^-14
 
 
 def test_a_graph_is_built_once_for_a_problem_and_again_for_another() -> None:

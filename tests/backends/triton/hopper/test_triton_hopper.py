@@ -59,6 +59,12 @@ def test_a_program_has_one_tile_from_as_many_keys_on_as_the_tile_says() -> None:
     assert hopper.programs_of(TILE._replace(alone_from=0), tiles, None, 5) == 5  # of a table
 
 
+def test_every_hopper_tile_is_one_that_the_kernel_takes() -> None:
+    tiles = [tile for tile in (*TILES.values(), *ONE_PASS.values()) if tile.hopper]
+    assert tiles
+    assert all(tile.block_m == hopper.BLOCK_M and tile.interleaved and tile.tma for tile in tiles)
+
+
 def test_what_it_serves() -> None:
     assert hopper.serves(SPEC, per_token=False)
     assert not hopper.serves(SPEC, per_token=True)

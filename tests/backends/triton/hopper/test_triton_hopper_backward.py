@@ -30,7 +30,7 @@ pytest.importorskip("triton", minversion="3.6")
 from attnbench.backends.triton import interpreter
 from attnbench.backends.triton.backward.contract import TritonBackward
 from attnbench.backends.triton.backward.hopper import launch as hopper
-from attnbench.backends.triton.backward.tiles import Ring, Tile, Tiles
+from attnbench.backends.triton.backward.tiles import TILES, Ring, Tile, Tiles
 
 HEAD = Recipe("head")
 ALLOWED = {False: 0.01, True: 0.06}  # by whether the sums are e4m3, as for the plain kernels
@@ -274,3 +274,13 @@ def test_what_they_do_not_serve_the_plain_kernels_do(
     LAUNCHED.clear()
     check(kernel(narrow=narrow), saved(spec, q, k, v, recipes), grad_out, ALLOWED[narrow])
     assert not LAUNCHED
+
+
+def test_every_committed_ring_holds_the_blocks_that_are_in_use_at_a_time() -> None:
+    """With fewer its partitions wait for each other."""
+    for key, tiles in TILES.items():
+        for tile, stages in ((tiles.keys, 2), (tiles.queries, 3)):
+            if tile.hopper is not None:
+                assert tile.hopper.stages >= stages
+                assert tile.hopper.block * tile.hopper.stages >= (256 if key.narrow else 128)
+                assert tile.hopper.block in (64, 128)
