@@ -1,4 +1,4 @@
-"""FlashAttention-3 on a Hopper GPU, ours and vLLM's: against dense FP64, against direct calls, and lifted refusals.
+"""FlashAttention-3, vLLM's too, and FlashAttention-4 on a Hopper GPU: descales, many elements, lifted refusals.
 
 Each family skips, and says so, where its library is not installed.
 """
@@ -12,12 +12,12 @@ from sweep import Truth
 from torch import Tensor
 
 from attnbench import AttentionSpec, Mask
-from attnbench.backends.flash_attention import fa3, fa3_origins, fa3_vllm
+from attnbench.backends.flash_attention import fa3, fa3_origins, fa3_vllm, fa4
 from attnbench.backends.flash_attention.fa3_operands import native
-from attnbench.kernels.contract import Backend, BackwardKernel, ForwardKernel
+from attnbench.kernels.contract import Backend, BackwardKernel, ForwardKernel, Inputs, Saved
 from attnbench.kernels.devices import describe
 
-FAMILIES = (fa3.BACKEND, fa3_vllm.BACKEND)
+FAMILIES = (fa3.BACKEND, fa3_vllm.BACKEND, fa4.BACKEND)
 FORWARDS = {k.name: k for family in FAMILIES for k in family.kernels if isinstance(k, ForwardKernel)}
 BACKWARDS = {k.name: k for family in FAMILIES for k in family.kernels if isinstance(k, BackwardKernel)}
 
@@ -28,7 +28,7 @@ def present(family: Backend) -> None:
         pytest.skip(f"{family.name}: {reason}")
 
 
-@pytest.mark.parametrize("name", [name for name in FORWARDS if name.endswith(":fp8")])
+@pytest.mark.parametrize("name", ["fa3:fp8", "fa3-vllm:fp8"])
 @pytest.mark.parametrize("kv_heads", [8, 2])
 def test_descales_of_random_size_are_used(name: str, kv_heads: int) -> None:
     present(FAMILIES[name.startswith("fa3-vllm")])
@@ -64,3 +64,26 @@ def test_a_window_that_ends_before_the_keys_is_refused_because_minus_one_means_u
     args = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
     out = fa3_origins.library().forward(*args, None, None, None, spec.scale, False, 1 + 4 - 9, 5, 0.0, *(None,) * 4)[0]
     assert not dense.relative_l2(out.transpose(1, 2), dense.dense_attention(q, k, v, spec)[0]) < 0.01
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_fa4_s_fp8_really_fails_here(head_dim: int) -> None:
+    present(fa4.BACKEND)
+    spec = AttentionSpec.make(batch=1, heads=4, seqlen_q=256, head_dim=head_dim)
+    assert FORWARDS["fa4:fp8"].refusals(spec, describe(DEVICE))
+    operands = FORWARDS["fa4:fp8"].prepare(Inputs.of(Truth.of(spec, 0, DEVICE).inputs[:3]), spec)
+    with pytest.raises(AssertionError, match="SM100"):
+        FORWARDS["fa4:fp8"].run(operands)
+
+
+def test_fa4_s_backward_needs_the_padding_of_its_head_dimension(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where this fails, the library has been mended, and its step can be smaller."""
+    present(fa4.BACKEND)
+    spec = AttentionSpec.make(batch=1, heads=4, seqlen_q=256, head_dim=80, direction="training")
+    truth = Truth.of(spec, 0, DEVICE)
+    forward, backward = FORWARDS["fa4:bf16"], BACKWARDS["fa4:bf16"]
+    operands = forward.prepare(Inputs.of(truth.inputs[:3]), spec)
+    saved = Saved(operands, *forward.run(operands))
+    assert dense.relative_l2(backward.run(saved, truth.inputs[3])[0], truth.gradients[0]) < 0.02
+    monkeypatch.setattr(fa4, "_BACKWARD_STEP", 8)
+    assert dense.relative_l2(backward.run(saved, truth.inputs[3])[0], truth.gradients[0]) > 0.5
