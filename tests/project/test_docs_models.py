@@ -59,17 +59,6 @@ def page(place: Path) -> list[list[list[str]]]:
     return tables(model_tables(place, registry()))
 
 
-def test_a_line_has_both_passes_and_what_they_gain_over_torch(tmp_path: Path) -> None:
-    summary, (_, layer) = page(written(tmp_path, SWEEP))
-    assert layer[0].split(", ") == LAYERS[FORWARD]
-    assert layer[1:] == [
-        "32/8", "128", "causal", "8,192", "fa3:bf16 2.5 ms, 1.20×, 0.003", "triton:fp8 2 ms, 1.50×, 0.07",
-        "sdpa-cudnn:bf16>sdpa-cudnn:bf16 6 ms, 1.00×, 0.004", "slower: triton:fp8>triton:fp8 8 ms, 0.75×, 0.09",
-    ]  # fmt: skip
-    assert summary[1] == ["forward", "1", "1.20×, 1.20× to 1.20×", "1.50×, 1.50× to 1.50×", "1 of 1", "nowhere"]
-    assert summary[2][1:5] == ["1", "1.00×, 1.00× to 1.00×", "1.00×, 1.00× to 1.00×", "0 of 1"]
-
-
 def test_a_layer_without_fp8_has_the_reason(tmp_path: Path) -> None:
     refused = [lost("triton:fp8", "refused", "needs | `D` <= *8*\n<b>x</b>", FORWARD)]
     refused += [lost("te:fp8", "unavailable", "is not installed", FORWARD)]
