@@ -2,12 +2,10 @@
 
 import dataclasses
 import re
-from pathlib import Path
 
 import pytest
 from small_training import HERE, run_of
 
-from attnbench.harness.report.training import PAGE, PICTURE, write_training_report
 from attnbench.harness.training.judge.arms import arms_of, compare_arms, kinds_of, scaling_efficiency
 from attnbench.harness.training.report.price import Offer, side_by_side
 from attnbench.harness.training.report.summary import offers_of, report
@@ -112,16 +110,3 @@ def test_runs_that_were_made_twice_or_have_two_prices_stand_side_by_side() -> No
         ("te:fp8 #2", "auto #2"),
     ]
     assert re.search(r"auto #2 .*\+100% +\+300%", report([*first, *again], "text"))
-
-
-def test_picture_and_page_are_drawn_and_need_nothing_from_elsewhere(tmp_path: Path) -> None:
-    runs = [*arm_runs("baseline", "auto"), *arm_runs("candidate", "te:fp8", loss=1.01)]
-    diverged = [1.0, float("nan"), float("inf")]
-    runs.append(
-        run_of(diverged, "candidate", settings=runs[-1].settings | {"seed": 7}, status="diverged", reason="NaN")
-    )
-    write_training_report(runs, tmp_path)
-    assert (tmp_path / PICTURE).read_bytes().startswith(b"\x89PNG")
-    page = (tmp_path / PAGE).read_text(encoding="utf-8")
-    assert "te:fp8 against auto" in page
-    assert "<figcaption>The loss" in page

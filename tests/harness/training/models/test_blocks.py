@@ -1,7 +1,6 @@
 """Checkpointing and compilation change what is kept and how it is run, and no gradient."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +14,12 @@ from attnbench.harness.training.models.blocks import checkpoint_blocks, compile_
 from attnbench.harness.training.run.trainable import Trainable, build
 
 CONFIG = TrainConfig.make(seqlen=48, batch=2, policy="fp32")
+
+
+def test_a_config_decides_whether_blocks_are_compiled() -> None:
+    for asked in (False, True):
+        made = build(CONFIG.replace(compile=asked, checkpointing=True), "cpu")
+        assert all((block._compiled_call_impl is not None) == asked for block in made.blocks)
 
 
 def kept(trainable: Trainable) -> int:
@@ -74,19 +79,3 @@ def test_what_transformer_engine_checkpoints_is_compiled_too(monkeypatch: pytest
     for name, gradient in before.items():
         torch.testing.assert_close(after[name], gradient, rtol=1e-4, atol=1e-6)
     assert kept(compiled) < 0.6 * kept(plain)
-
-
-def test_config_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
-    home = "attnbench.harness.training.run.trainable."
-    monkeypatch.setattr(home + "checkpoint_blocks", lambda *_, **__: done.append("checkpointing"))
-    monkeypatch.setattr(home + "compile_blocks", lambda *_, **__: done.append("compile"))
-    settings: list[tuple[dict[str, Any], list[str]]] = [
-        ({}, []),
-        ({"compile": True}, ["compile"]),
-        ({"compile": True, "checkpointing": True}, ["checkpointing", "compile"]),
-    ]
-    for changes, expected in settings:
-        done.clear()
-        build(CONFIG.replace(**changes), "cpu")
-        assert done == expected

@@ -15,7 +15,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from attnbench.errors import InputError
 from attnbench.harness.training.config import TrainConfig
-from attnbench.harness.training.models.attention import Attend
 from attnbench.harness.training.models.blocks import checkpoint_blocks, compile_blocks
 from attnbench.harness.training.run.trainable import Trainable, build
 from attnbench.harness.training.run.warning_signs import signs_of
@@ -81,18 +80,6 @@ def test_a_packed_step_is_that_of_each_document_alone(texts: Path, model: str) -
         other = trainable(texts, model, packing="padded", attention="sdpa")
         assert off(gradients(other), wanted) < 1e-5
         assert other.flops_per_step == made.flops_per_step
-
-
-def test_attention_across_documents_would_be_seen(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = trainable(texts)
-    _, wanted = alone(made)
-    right = Attend.__call__
-    monkeypatch.setattr(
-        Attend, "__call__", lambda self, *x, starts, **named: right(self, *x, starts=starts[[0, -1]], **named)
-    )
-    monkeypatch.setattr(made.attention_modules[0].attend, "_longest", 128)
-    monkeypatch.setattr(made.attention_modules[1].attend, "_longest", 128)
-    assert off(gradients(made), wanted) > 1e-2
 
 
 @pytest.mark.exhaustive

@@ -21,11 +21,6 @@ def test_without_timm_the_command_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         build(TINY, "cpu")
 
 
-def test_sizes_are_the_articles() -> None:
-    huge = VIT_SIZES["huge"]
-    assert (huge.width, huge.depth, huge.heads, huge.head_dim, huge.tokens) == (1280, 32, 16, 80, 197)
-
-
 def test_images_are_the_seeds_and_the_numbers() -> None:
     device = torch.device("cpu")
     images, labels = random_images(0, range(8), 16, 10, device)

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from attnbench.errors import InputError
 from attnbench.harness.training.config import TrainConfig
-from attnbench.harness.training.run.checkpoint import state_of
 from attnbench.harness.training.run.optimisers import MasterWeights, learning_rate, make_optimiser, set_rate
 from attnbench.harness.training.run.policy import sharding_policy
 from attnbench.harness.training.run.trainable import build
@@ -60,29 +59,6 @@ def test_fp32_copies_add_up_what_bf16_loses() -> None:
 
     assert after(sgd) == 1.0  # 1 − 0.001 rounds to 1
     assert after(lambda parameters: MasterWeights(parameters, sgd)) == pytest.approx(0.9, rel=0.01)
-
-
-def test_the_tensors_of_a_state_are_all_that_resuming_needs() -> None:
-    config = CONFIG.replace(policy="fp32-and-bf16")
-
-    def trained(config: TrainConfig, steps: range, kept: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        trainable = build(config, "cpu")
-        optimiser = make_optimiser(config, trainable.module)
-        for step in (0, *steps) if kept else steps:  # the first makes the state that is written to
-            trainable.loss(trainable.batch(step)).backward()
-            optimiser.step()
-            optimiser.zero_grad()
-            if kept:
-                with torch.no_grad():
-                    for name, live in state_of(trainable.module, optimiser).items():
-                        live.copy_(kept[name])
-                kept = None
-        return state_of(trainable.module, optimiser)
-
-    whole, resumed = trained(config, range(4)), trained(config, range(2, 4), trained(config, range(2)))
-    assert any(name.startswith("optimiser.masters") for name in whole)
-    assert whole.keys() == resumed.keys()
-    assert all(torch.equal(resumed[name], each) for name, each in whole.items())
 
 
 def test_vectors_do_not_decay() -> None:
