@@ -77,6 +77,11 @@ def test_the_next_autotune_completes_it_beside_the_fastest(monkeypatch):
     works, tuned = to_be_measured()
     assert works == []
     assert tuned.skipped == {spec(64): "your table has it already; again=True measures it anew"}
+    works, tuned = to_be_measured(backends=BREAKS, again=True)
+    assert works == []
+    assert tuned.skipped == {
+        spec(64): f"there is nothing to choose: of what was named nothing but {BREAKS} can serve it"
+    }
 
 
 def test_fp8_is_measured_for_who_opens_it_and_chosen_for_nobody_else(monkeypatch):
@@ -87,6 +92,8 @@ def test_fp8_is_measured_for_who_opens_it_and_chosen_for_nobody_else(monkeypatch
     with attnbench.autotune(120) as tuned:
         attention(*tensors(64))
         attention(*tensors(64), max_error=0.5)
+    tuned.measure()
+    assert not tuned.skipped, "what it has measured itself it does not measure twice"
     assert str(tuned).splitlines()[1].endswith(f"{FAST} 10 ms, as before")
     assert [(each.calls, str(each.before.plan), str(each.after.plan)) for each in tuned.measured] == [
         (2, FAST, FAST),

@@ -6,33 +6,16 @@ import pytest
 import torch
 from paced import spec
 from planted import CPU, setup
-from tunable import FAST, SLOW, replayed, rows_of, tensors
+from tunable import FAST, tensors
 
 import attnbench
 from attnbench import attention, use_backend
 from attnbench.dispatch.memory import listening
 from attnbench.errors import InputError, MisuseError, OutputError, UnknownBackendError
-from attnbench.harness.autotune import run as tuning
 from attnbench.harness.autotune.tuning import shortage
 from attnbench.harness.measure.setup import INSTALLED
 from attnbench.kernels.plan import Plan
 from attnbench.kernels.registry import registry
-
-
-def test_what_the_table_has_is_not_measured_again_unless_that_is_asked_for(planted, monkeypatch):
-    calls, found = [], []
-    monkeypatch.setattr(tuning, "measured_within", replayed(rows_of(64), calls))
-    for again in (False, False, True):
-        tuned = attnbench.autotune(60, backends=(FAST, SLOW), again=again)
-        found.append(tuned.measure([spec(64)], "cpu"))
-        tuned.measure([spec(64)], "cpu")  # what it has measured itself it does not measure twice
-    assert calls == [[spec(64)], [spec(64)]]
-    assert [len(each.measured) for each in found] == [1, 0, 1]
-    assert [list(each.skipped.values()) for each in found] == [
-        [], ["your table has it already; again=True measures it anew"], [],
-    ]  # fmt: skip
-    alone = attnbench.autotune(60, backends=FAST, again=True).measure([spec(64)], "cpu")
-    assert alone.skipped[spec(64)] == f"there is nothing to choose: of what was named nothing but {FAST} can serve it"
 
 
 def capturing(monkeypatch, value):

@@ -15,7 +15,7 @@ from small_training import run_of
 from attnbench.choosing.regret import Asked
 from attnbench.errors import MisuseError
 from attnbench.harness.report.page import commands, machines, render, results
-from attnbench.harness.report.page.colours import THEMES, hues_of
+from attnbench.harness.report.page.colours import hues_of
 from attnbench.harness.report.page.figures import bytes_of, loss_figure, speed_error_figure, winners_figure
 from attnbench.harness.report.page.headlines import fixed_of, headlines
 from attnbench.harness.report.page.machines import WIDE, machines_of
@@ -338,7 +338,7 @@ def test_a_training_command_is_that_of_its_settings():
     )
 
 
-# Figures and colours.
+# Figures.
 
 
 def test_figures_are_the_same_bytes_every_time_and_text_is_never_mathematics():
@@ -352,27 +352,3 @@ def test_figures_are_the_same_bytes_every_time_and_text_is_never_mathematics():
         assert bytes_of(draw(), "svg") == bytes_of(draw(), "svg")
     named = {"attention": "$\\frac{1}{2}$", "seed": 0, "steps": 3}
     assert b">$\\frac{1}{2}$<" in bytes_of(loss_figure(arms_of([run_of([3, 2, 1], settings=named)])), "svg")
-
-
-def contrast(one: str, other: str) -> float:
-    """The contrast ratio of two colours, 1 to 21 (WCAG 2.2, definitions of contrast ratio and relative luminance)."""
-    lighter, darker = sorted((luminance(one), luminance(other)), reverse=True)
-    return (lighter + 0.05) / (darker + 0.05)
-
-
-def luminance(colour: str) -> float:
-    parts = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
-    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-@pytest.mark.parametrize("theme", list(THEMES))
-def test_text_and_marks_have_the_contrast_that_wcag_asks(theme):
-    colours = THEMES[theme]
-    assert colours.keys() == THEMES["light"].keys()
-    for name in ("ink", "soft", "link", "good", "bad"):
-        for ground in ("ground", "panel"):
-            assert contrast(colours[name], colours[ground]) >= 4.5, (name, ground)
-    for number in range(9):
-        assert contrast(colours["ink"], colours[f"t{number}"]) >= 7, number
-        assert contrast(colours[f"h{number}"], colours["ground"]) >= 4.5, number  # they are names, too

@@ -1,5 +1,6 @@
 """Linears in other types: the same weights under the same names, everything in a block or a refusal."""
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -149,10 +150,8 @@ def test_a_missing_package_comes_with_its_command(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setitem(sys.modules, module, None)
     said = refusal(kind, torch.device("cuda:0"))
-    assert said is not None
     assert module in said
-    with pytest.raises(AssertionError, match=command):
-        raise AssertionError(said)
+    assert re.search(command, said)
 
 
 @pytest.mark.parametrize("recipe", ["float8-tensorwise", "float8-rowwise"])
