@@ -50,11 +50,6 @@ def test_no_single_round_moves_the_estimate_beyond_the_others(values, wild, plac
     assert min(others) - 1e-12 <= found.shift <= max(others) + 1e-12
 
 
-def test_equal_rounds_are_no_more_certain_than_the_floor():
-    assert combined([[0.0] * 40], FLOOR).deviation == pytest.approx(FLOOR)
-    assert combined([[0.0] * 40] * 4, FLOOR).deviation == pytest.approx(FLOOR / 2)
-
-
 def test_processes_that_lie_apart_are_less_certain_than_their_own_rounds():
     near = combined([[0.0, 0.001] * 10, [0.0, 0.001] * 10], FLOOR)
     apart = combined([[0.0, 0.001] * 10, [0.1, 0.101] * 10], FLOOR)
