@@ -67,12 +67,6 @@ def test_the_error_covers_the_truth(spread, length):
     assert 0.005 < beyond < 0.08
 
 
-@pytest.mark.parametrize("spread", [0.002, 0.006])
-def test_unchanged_rows_are_called_slower_one_time_in_hundreds_at_most(spread):
-    rng = np.random.default_rng(2)
-    assert share(slower(combined(generations(rng, spread=spread), FLOOR), 0.03) for _ in range(RUNS)) < 0.01
-
-
 def test_a_slow_down_of_the_limit_is_excluded_one_time_in_twenty_at_most():
     rng = np.random.default_rng(3)
     limit = 0.03
