@@ -128,6 +128,12 @@ def session_of(folder: Path, **options) -> Session:
     return Session(folder, Ranks(torch.device("cpu")), **{"checkpoint_every": 0} | options)
 
 
+def run_all(folder: Path, plan, build=build_small, **options) -> list[TrainingRun]:
+    """The rows of a session that runs the plan in the folder."""
+    with session_of(folder, **options) as session:
+        return session.run(plan, build, lambda row: None)
+
+
 HERE = an_environment(device_name="a CPU", torch="2.13.0", backends={})
 
 

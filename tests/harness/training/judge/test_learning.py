@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from small_training import builder, gradient_times, not_a_number_after, rounded, run_of, session_of, small
+from small_training import builder, gradient_times, not_a_number_after, rounded, run_all, run_of, small
 
 from attnbench.errors import InputError
 from attnbench.harness.training.judge.curves import ending, gap_curve, smooth, spikes
@@ -21,8 +21,7 @@ from examples import examples
 def _baselines(folder: Path, steps: int):
     """The runs against which all candidates of so many steps are judged."""
     baseline = small(steps=steps)
-    with session_of(folder) as session:
-        rows = session.run(plan_runs(baseline, None, 3), builder(None), lambda row: None)
+    rows = run_all(folder, plan_runs(baseline, None, 3))
     return [row.model_copy(update={"role": "baseline"}) for row in rows]
 
 
@@ -33,8 +32,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory):
 
     def make(planted, steps: int = 100):
         candidate = small(attention="sdpa-math", steps=steps)
-        with session_of(tmp_path_factory.mktemp("candidates")) as session:
-            rows = session.run(plan_runs(candidate, None, 3), builder(planted), lambda row: None)
+        rows = run_all(tmp_path_factory.mktemp("candidates"), plan_runs(candidate, None, 3), builder(planted))
         return [*_baselines(folder / str(steps), steps), *rows]
 
     return make

@@ -2,20 +2,17 @@
 
 import numpy as np
 import pytest
-from places import RESULTS
+from small_training import run_of
 
 from attnbench.errors import InputError
 from attnbench.harness.training.judge.learning import judge_pairs, pairs_of
 from attnbench.harness.training.judge.power import chances, decided, seeds_lacking, seeds_needed
 from attnbench.harness.training.report.summary import report
-from attnbench.harness.training.rows import TrainingRun, read_runs
-
-ROW = next(read_runs(RESULTS / "nvidia-h200" / "learning" / "te"))
+from attnbench.harness.training.rows import TrainingRun
 
 
 def _run(role: str, seed: int, end: float) -> TrainingRun:
-    flat = {"loss": [end] * 100, "grad_norm": [1.0] * 100, "step_ms": [1.0] * 100, "untimed": [], "signs": []}
-    return ROW.model_copy(update=flat | {"role": role, "settings": ROW.settings | {"seed": seed}})
+    return run_of([end] * 100, role, seed)
 
 
 def test_gaps_are_decided_as_the_verdict_decides_them() -> None:

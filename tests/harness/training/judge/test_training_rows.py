@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from small_training import build_small, builder, exact, not_a_number_after, run_of, session_of, small
+from small_training import build_small, builder, exact, not_a_number_after, run_all, run_of, session_of, small
 
 from attnbench.errors import InputError, MalformedFileError, MisuseError, OutputError
 from attnbench.harness.training.rows import ROWS, TrainingRun, read_runs, write_runs
@@ -83,8 +83,7 @@ def test_a_session_keeps_what_is_done_and_adds_what_is_not(tmp_path: Path) -> No
         return build_small(config, device)
 
     config = small(steps=4)
-    with session_of(tmp_path) as session:
-        session.run(plan_runs(config, None, 1), build, lambda row: None)
+    run_all(tmp_path, plan_runs(config, None, 1), build)
     with pytest.raises(MisuseError, match="--resume"), session_of(tmp_path):
         pass
     with session_of(tmp_path, resume=True, price_per_hour=3.0) as session:
@@ -92,8 +91,7 @@ def test_a_session_keeps_what_is_done_and_adds_what_is_not(tmp_path: Path) -> No
         with pytest.raises(MisuseError, match="another command"), session_of(tmp_path, resume=True):
             pass
     assert built == [0, 1]
-    with session_of(tmp_path, resume=True, price_per_hour=4.0) as session:
-        session.run(plan_runs(config, None, 2), build, lambda row: None)
+    run_all(tmp_path, plan_runs(config, None, 2), build, resume=True, price_per_hour=4.0)
     assert [row.price_per_hour for row in read_runs(tmp_path)] == [4.0, 4.0]
     with session_of(tmp_path, resume=True, price_per_hour=3.0):
         found = list(read_runs(tmp_path))
@@ -112,8 +110,8 @@ def test_a_run_that_fails_leaves_the_row_of_what_it_did(tmp_path: Path) -> None:
         return exact(q, k, v, is_causal)
 
     config = small(steps=8, attention="sdpa-math")
-    with session_of(tmp_path) as session, pytest.raises(RuntimeError, match="broke"):
-        session.run(plan_runs(config, None, 1), builder(failing), lambda row: None)
+    with pytest.raises(RuntimeError, match="broke"):
+        run_all(tmp_path, plan_runs(config, None, 1), builder(failing))
     (row,) = read_runs(tmp_path)
     assert row.status == "error"
     assert "the kernel broke" in row.reason
@@ -123,16 +121,15 @@ def test_a_run_that_fails_leaves_the_row_of_what_it_did(tmp_path: Path) -> None:
 def test_what_a_run_has_learnt_survives_a_second_start_that_fails(tmp_path: Path) -> None:
     """Of a run that diverged, say: its curve is what it was trained for."""
     plan = plan_runs(small(steps=8, attention="sdpa-math"), None, 1)
-    with session_of(tmp_path, patience=2) as session:
-        session.run(plan, builder(not_a_number_after(6)), lambda row: None)
+    run_all(tmp_path, plan, builder(not_a_number_after(6)), patience=2)
     (before,) = read_runs(tmp_path)
     assert before.status == "diverged"
 
     def broken(config, device):
         raise RuntimeError("no such kernel today")
 
-    with session_of(tmp_path, resume=True) as session, pytest.raises(RuntimeError, match="today"):
-        session.run(plan, broken, lambda row: None)
+    with pytest.raises(RuntimeError, match="today"):
+        run_all(tmp_path, plan, broken, resume=True)
     (after,) = read_runs(tmp_path)
     assert after.status == "error"
     assert repr(after.loss) == repr(before.loss)
@@ -145,12 +142,11 @@ def test_a_cpu_without_room_is_a_row_like_a_gpu_without_room(tmp_path: Path) -> 
         raise AssertionError("there was room")
 
     config = small(steps=2)
-    with session_of(tmp_path) as session:
-        session.run(
-            [*plan_runs(config, None, 1), *plan_runs(config.replace(seed=1), None, 1)],
-            lambda config, device: (build_small if config.seed else too_large)(config, device),
-            lambda row: None,
-        )
+    run_all(
+        tmp_path,
+        plan_runs(config, None, 2),
+        lambda config, device: (build_small if config.seed else too_large)(config, device),
+    )
     first, second = read_runs(tmp_path)
     assert (first.status, second.status) == ("oom", "ok")  # the runs behind it are made all the same
     assert "allocate" in first.reason
@@ -160,11 +156,10 @@ def test_a_model_that_could_not_be_built_does_not_cost_the_folder(tmp_path: Path
     def misspelled(config, device):
         raise InputError("there is no such text")
 
-    with session_of(tmp_path) as session, pytest.raises(InputError):
-        session.run(plan_runs(small(steps=2, data="txt"), None, 1), misspelled, lambda row: None)
+    with pytest.raises(InputError):
+        run_all(tmp_path, plan_runs(small(steps=2, data="txt"), None, 1), misspelled)
     assert [row.status for row in read_runs(tmp_path)] == ["error"]
-    with session_of(tmp_path) as session:  # the same command, corrected, without --resume
-        session.run(plan_runs(small(steps=2), None, 1), build_small, lambda row: None)
+    run_all(tmp_path, plan_runs(small(steps=2), None, 1))  # the same command, corrected, without --resume
     assert [row.status for row in read_runs(tmp_path)] == ["ok"]
 
 

@@ -49,9 +49,8 @@ def test_the_loss_is_that_of_transformers_own_attention(tmp_path: Path, kind: st
     torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-6)
     loss.backward()
     wanted.backward()
-    theirs = dict(eager.named_parameters())
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-3, atol=1e-6)
+    mine, theirs = ({name: each.grad for name, each in one.named_parameters()} for one in (model, eager))
+    torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -143,8 +142,7 @@ def test_weights_are_the_seeds_and_dropout_is_off(tmp_path: Path) -> None:
         build(base.replace(**changes), "cpu") for changes in ({}, {"attention": "sdpa", "compile": True}, {"seed": 1})
     )
     mine, its, new = (dict(each.module.named_parameters()) for each in (one, other, reseeded))
-    assert mine.keys() == its.keys()
-    assert all(torch.equal(mine[name], its[name]) for name in mine)
+    torch.testing.assert_close(mine, its, rtol=0, atol=0)
     assert not torch.equal(mine["model.transformer.wte.weight"], new["model.transformer.wte.weight"])
     assert all(each.training for each in one.module.modules())
     assert torch.equal(one.loss(one.batch(0)), one.loss(one.batch(0)))

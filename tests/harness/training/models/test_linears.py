@@ -84,8 +84,7 @@ def te(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def test_transformer_engine_takes_over_weights_and_names(te: SimpleNamespace) -> None:
     plain, fp8 = build(CONFIG, "cpu"), build(CONFIG.replace(linears="te-fp8"), "cpu")
     before, after = dict(plain.module.named_parameters()), dict(fp8.module.named_parameters())
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
     kinds = {name: type(each) for name, each in fp8.module.named_modules() if isinstance(each, nn.Linear)}
     assert len(kinds) == 2 * 7 + 1
     assert {name for name, kind in kinds.items() if not issubclass(kind, TeLinear)} == {"head"}
@@ -113,9 +112,7 @@ def test_however_many_there_are_torch_compiles_a_block_a_few_times(
     plain, compiled = (build(CONFIG.replace(linears="te-fp8", layers=6, policy="fp32"), "cpu") for _ in range(2))
     compile_blocks(compiled.blocks, backend="eager", within=True)
     checkpoint_blocks(compiled.blocks, te=True)
-    after = gradients(compiled)
-    for name, gradient in gradients(plain).items():
-        torch.testing.assert_close(after[name], gradient, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(gradients(compiled), gradients(plain), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -160,8 +157,7 @@ def test_torchao_takes_over_weights_and_names(recipe: Any) -> None:
     plain, fp8 = (build(CONFIG.replace(policy="bf16"), "cpu") for _ in range(2))
     convert_linears(fp8.blocks, recipe, 64, emulate=True)
     before, after = dict(plain.module.named_parameters()), dict(fp8.module.named_parameters())
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
     kinds = {name: type(each).__name__ for name, each in fp8.module.named_modules() if isinstance(each, nn.Linear)}
     assert {name for name, kind in kinds.items() if kind != "Float8Linear"} == {"head"}
     batch = plain.batch(0)

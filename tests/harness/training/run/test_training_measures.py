@@ -11,7 +11,7 @@ import torch
 from dense import visible
 from hypothesis import given
 from hypothesis import strategies as st
-from small_training import build_small, exact, small
+from small_training import build_small, exact, run_all, small
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -25,7 +25,7 @@ from attnbench.harness.training.run import warning_signs
 from attnbench.harness.training.run.attention_share import _busy_us, share_of_attention
 from attnbench.harness.training.run.loop import LoopOptions, train, warm_up_steps
 from attnbench.harness.training.run.parallel import Ranks
-from attnbench.harness.training.run.session import Session, plan_runs
+from attnbench.harness.training.run.session import plan_runs
 from attnbench.harness.training.run.step_clock import StepClock
 from attnbench.harness.training.run.trainable import build
 from attnbench.harness.training.run.warning_signs import kurtosis, score_gradients, signs_of, underflow
@@ -225,11 +225,8 @@ def test_a_guard_checks_attention_where_the_signs_are_read(
     bounded = "attnbench.harness.training.run.loop.Guard"
     monkeypatch.setattr(bounded, lambda every, _, *others: Guard(every, bound, *others))
     config = TrainConfig.make(size="tiny", seqlen=64, batch=1, steps=4, attention="emulated:fp8")
-    with (
-        Session(tmp_path, Ranks(torch.device("cpu"))) as session,
-        pytest.warns(BreachWarning) if found else nullcontext(),
-    ):
-        (row,) = session.run(plan_runs(config, None, 1), build, lambda row: None)
+    with pytest.warns(BreachWarning) if found else nullcontext():
+        (row,) = run_all(tmp_path, plan_runs(config, None, 1), build)
     assert [sign.checks for sign in row.signs] == [2, 2, 2]
     assert [sign.breaches > 0 for sign in row.signs] == [found > 0] * 3
     found = sum(sign.breaches for sign in row.signs)
