@@ -37,12 +37,6 @@ def test_each_entry_is_complete_and_describes_attention(entry):
     assert all(mask.left is None or mask.left < model.lengths[1] - 1 for mask in model.masks)  # else it masks nothing
 
 
-def test_an_entry_says_what_it_says():
-    model = ModelAttention.of({**ENTRY, "masks": [{"window": 128}, {"around": 3}], "lengths": [200, 300]})
-    assert [(mask.left, mask.right) for mask in model.masks] == [(127, 0), (3, 3)]
-    assert (model.source, model.seen, model.lengths) == ("b/c", ("d/e:f.py",), (200, 300))
-
-
 @pytest.mark.parametrize("missing", ["name", "source", "seen", "heads", "head_dim", "masks"])
 def test_an_entry_without_its_source_or_a_size_is_not_read(missing):
     with pytest.raises((KeyError, TypeError), match=missing):

@@ -5,16 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from compared import HERE, WIDE, passed_over, results, row, slowed, times
-from hypothesis import given
-from hypothesis import strategies as st
 
 from attnbench.errors import MisuseError
 from attnbench.harness.compare.pairs import rows_of
 from attnbench.harness.compare.regression import compare_results
 from attnbench.harness.compare.terms import Limits, Terms, Threshold, percentage
-from attnbench.harness.compare.times import ratios
 from attnbench.harness.measure.clocks import Conditions, Range
-from attnbench.harness.results.visits import visit_medians
 from attnbench.kernels.plan import Plan
 from attnbench.problem.spec import AttentionSpec
 
@@ -132,14 +128,6 @@ def test_two_costs_that_lie_wholly_apart_by_far_are_slower_though_visits_found_t
     assert compare_results(base, new, Terms(Limits(time=limit))).outcomes[0].verdict == verdict
 
 
-@pytest.mark.parametrize(("scatter", "verdict"), [(0.001, "slower"), (0.2, "uncertain")])
-def test_visits_that_agree_by_chance_are_no_better_than_their_samples(scatter, verdict):
-    taken = {"call": [1 - scatter, 1.0, 1 + scatter] * 2}
-    before = row(time_ms=taken, visits={"call": [3, 3]})
-    assert visit_medians(before, "call") == [1.0, 1.0]
-    assert verdict_of(before, slowed(before, 1.2))[0].verdict == verdict
-
-
 @pytest.mark.parametrize(("ratio", "rows"), [(1.1, 30), (3.0, 1)])
 def test_slower_and_faster_mirror_one_another(ratio, rows):
     others = [row(f"other {number}", seed=number) for number in range(rows - 1)]
@@ -252,16 +240,6 @@ def test_the_baseline_of_a_training_case_is_the_one_with_its_own_backward():
     rows = [row("t", plan, spec=training) for plan in ("fa3:fp8>fa3:bf16", both)]
     found = compare_results(results(*rows), results(*rows), Terms(WIDE.limits, relative_to=(FLASH,)))
     assert [each.verdict for each in found.outcomes] == ["same", "baseline"]
-
-
-@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=30), st.integers(1, 30), st.floats(0.1, 10))
-def test_ratios_do_not_depend_on_what_both_share(samples, count, speed):
-    baseline = [1.0 + index / 100 for index in range(count)]
-    own = ratios(samples, baseline)
-    assert len(own) == min(len(samples), count)
-    faster = ratios([sample * speed for sample in samples], [each * speed for each in baseline])
-    assert faster == pytest.approx(own)
-    assert ratios(samples, samples) == [1.0] * len(samples)
 
 
 def test_the_last_threshold_that_matches_counts():
