@@ -31,16 +31,6 @@ def test_gaps_are_decided_as_the_verdict_decides_them() -> None:
     assert found == {"equivalent", "degraded", "inconclusive"}
 
 
-def test_more_scatter_takes_more_seeds() -> None:
-    needed = [seeds_needed(deviation) for deviation in (0.0, 0.003, 0.006)]
-    assert needed[0] == 3
-    assert 3 < needed[1] < needed[2] < 40
-    assert chances(needed[2], 0.006)["equivalent"] >= 0.9 > chances(needed[2] - 2, 0.006)["equivalent"]
-    assert seeds_needed(0.006, 0.01) < needed[2]  # a large loss shows sooner
-    assert seeds_needed(0.1) is None
-    assert sum(chances(8, 0.004, 0.002).values()) == pytest.approx(1)
-
-
 def test_an_inconclusive_verdict_says_how_many_seeds_it_lacks() -> None:
     random = np.random.default_rng(3)
     gaps = random.standard_normal(4)
@@ -50,6 +40,7 @@ def test_an_inconclusive_verdict_says_how_many_seeds_it_lacks() -> None:
     learning = judge_pairs(pairs_of(runs))
     assert learning.verdict == "inconclusive"
     assert seeds_lacking(learning) == seeds_needed(0.006)
+    assert seeds_needed(0.1) is None  # more than anybody has
     assert seeds_lacking(judge_pairs(pairs_of(runs)[:2])) is None  # which lacks seeds for any verdict
     assert f"{seeds_needed(0.006)} seeds that scatter like these" in " ".join(report(runs, "text").split())
 
