@@ -34,15 +34,6 @@ def share(events):
     return float(stats.beta.ppf(0.999, sum(events) + 1, max(1, len(events) - sum(events))))
 
 
-@given(rounds, st.floats(-1, 1))
-def test_a_shift_of_all_rounds_is_that_of_the_estimate(values, shift):
-    one, other = of_generation(values), of_generation([each + shift for each in values])
-    assert other.shift == pytest.approx(one.shift + shift, abs=1e-9)
-    assert other.deviation == pytest.approx(one.deviation, abs=1e-9)
-    mirrored = of_generation([-each for each in values])
-    assert mirrored.shift == pytest.approx(-one.shift, abs=1e-12)
-
-
 @given(rounds, st.floats(-50, 50), st.integers(0, 39))
 def test_no_single_round_moves_the_estimate_beyond_the_others(values, wild, place):
     others = [each for number, each in enumerate(values) if number != place % len(values)]
