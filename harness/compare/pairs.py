@@ -96,7 +96,7 @@ def unlike_places(before: Measurement, after: Measurement) -> list[str]:
     """Why times of the two cannot be compared directly: another machine, another clock."""
     found = list(machine_differences(before.environment, after.environment))
     if (was := before.performance.timer) != (now := after.performance.timer):
-        found.append(f"it was timed by {was}, is by {now}")
+        found.append(f"the timer was {was!r}, is {now!r}")
     return found
 
 

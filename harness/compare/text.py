@@ -25,11 +25,18 @@ _ORDER: tuple[TimeVerdict, ...] = ("slower", "faster", "uncertain", "same")
 def regression_text(regression: Regression, style: Style, width: int, every: bool = False) -> str:
     """The rows that failed, changed, may have changed or could not be compared (``every``: all); then sentences.
 
-    As text it is ``width`` columns wide if the names leave room for that.
+    Where several rows cannot be compared for one reason, a sentence says so instead of a line for each.  As text it is
+    ``width`` columns wide if the names leave room for that.
     """
-    rows = [each for each in regression.outcomes if every or each.suspect or each.verdict not in _SILENT]
+    shared = {} if every else _shared_reasons(regression)
+    rows = [
+        each
+        for each in regression.outcomes
+        if every or each.suspect or (each.verdict not in _SILENT and _reason(each) not in shared)
+    ]
     rows.sort(key=lambda each: (not each.regressed, list(regression.counts).index(each.verdict)))
-    said = [shown(sentence, style) for sentence in _sentences(regression)]
+    alike = (f"{count} rows cannot be compared (--all lists them): {reason}." for reason, count in shared.items())
+    said = [shown(sentence, style) for sentence in (*_sentences(regression), *alike)]
     parts = [*([_table(rows, style, width)] if rows else []), prose(said, style, bullets=True), conclusion(regression)]
     return "\n\n".join(parts)
 
@@ -70,6 +77,17 @@ def _table(outcomes: Sequence[Outcome], style: Style, width: int) -> str:
     )
     widths = [None, None, None, max(_LEAST_WIDTH, width - taken)]
     return tabulate(columns, headers="keys", tablefmt="simple", disable_numparse=True, maxcolwidths=widths)
+
+
+def _reason(outcome: Outcome) -> str | None:
+    """Why the row cannot be compared; None if it can."""
+    return "; ".join(outcome.reasons) if outcome.verdict == "incomparable" else None
+
+
+def _shared_reasons(regression: Regression) -> dict[str, int]:
+    """The reasons for which several rows cannot be compared, and how many these are."""
+    counted = Counter(reason for each in regression.outcomes if (reason := _reason(each)) is not None)
+    return {reason: count for reason, count in counted.items() if count > 1}
 
 
 def _verdict(outcome: Outcome) -> str:

@@ -28,6 +28,10 @@ def test_unlike_machines_have_their_code_and_a_baseline_compares_them(tmp_path):
     far = written(tmp_path / "far", [each.model_copy(update={"environment": away}) for each in rows])
     done = compare(base, far, "--fail-on", "5%", code=3)
     assert "not comparable" in done.stdout.splitlines()[-1]
+    (why,) = [line for line in done.stdout.splitlines() if "cannot be compared" in line]
+    assert why == "- 2 rows cannot be compared (--all lists them): device_name was a GPU, is another GPU."
+    assert "incomparable  a" not in done.stdout
+    assert compare(base, far, "--all", code=3).stdout.count("incomparable  a") == 2
     compare(base, far, "--fail-on", "5%", "--relative-to", "sdpa-flash:bf16")
     alone = written(tmp_path / "alone", rows[:1])
     only = compare(alone, far, "--relative-to", "fa3:fp8", "--allow-missing", "*", code=3)
