@@ -114,7 +114,7 @@ def attention(
     if has_torch_function_variadic(q, k, v):
         if any(isinstance(x, Tensor) and x.layout is torch.jagged for x in (q, k, v)):
             return more_tensors.nested_attention(Question(q, k, v, *others))
-        return handle_torch_function(attention, (q, k, v), q, k, v, **Question(q, k, v, *others).named)
+        return handle_torch_function(attention, (q, k, v), q, k, v, **Question(q, k, v, *others).keywords)
     try:
         if not ordinary(q, k, v):
             if intercepted(q, k, v):

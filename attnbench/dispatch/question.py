@@ -66,7 +66,7 @@ class Question(NamedTuple):
     sinks: Tensor | None = None
 
     @property
-    def named(self) -> dict[str, Any]:
+    def keywords(self) -> dict[str, Any]:
         """All but q, k and v, by name."""
         return dict(zip(self._fields[3:], self[3:], strict=True))
 

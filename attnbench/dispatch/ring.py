@@ -206,7 +206,7 @@ def _descale(
             if execution.forward.leaves != "e4m3" or execution.forward.refusals(spec, describe(q.device)):
                 return None
             try:
-                execution.forward.prepare(Inputs.of(_seen(part, *tensors)), spec)
+                execution.forward.prepare(Inputs.of(_operands_of(part, *tensors)), spec)
             except InputError:  # such as one that takes nothing rotated, which no row says
                 return None
     return granularity
@@ -228,7 +228,7 @@ def _length(x: Operand) -> int:
     return (x.data if isinstance(x, Quantised) else x).shape[2]
 
 
-def _seen(part: Part, q: Operand, k: Operand, v: Operand) -> tuple[Operand, Operand, Operand]:
+def _operands_of(part: Part, q: Operand, k: Operand, v: Operand) -> tuple[Operand, Operand, Operand]:
     """The queries and keys of a part, of a rank's queries and another's keys."""
     if part.half_q:
         q = _rows(q, _length(q) // 2, _length(q))
@@ -287,7 +287,7 @@ def _forward(
             else:
                 assert held is not None, "it has arrived"
                 execution = steps.executions[part.name]
-                seen = _seen(part, mine[0], *layout.unpack(held))
+                seen = _operands_of(part, mine[0], *layout.unpack(held))
                 result = execution.forward.run(_operands(execution, steps.descale, *seen))
                 merged.add(result, _length(mine[0]) // 2 if part.half_q else 0)
             if arriving is not None:
@@ -373,7 +373,7 @@ def _backward(
         part = part_at(step, group.rank, causal)
         execution = steps.executions[part.name]
         assert execution.backward is not None, "a step of a training has a backward"
-        seen = _seen(part, q, *layout.unpack(held))
+        seen = _operands_of(part, q, *layout.unpack(held))
         if steps.descale is None:
             operands = execution.forward.prepare(Inputs(*seen), execution.spec).kept()
         else:

@@ -14,15 +14,15 @@ __all__ = ["cache_folder", "data_folder"]
 
 def cache_folder() -> Path:
     """The folder of what can be measured again; it may not exist yet.  Raises OutputError without a home folder."""
-    return _found(user_cache_path, "XDG_CACHE_HOME")
+    return _user_folder(user_cache_path, "XDG_CACHE_HOME")
 
 
 def data_folder() -> Path:
     """The folder of results; it may not exist yet.  Raises OutputError without a home folder."""
-    return _found(user_data_path, "XDG_DATA_HOME")
+    return _user_folder(user_data_path, "XDG_DATA_HOME")
 
 
-def _found(ask: Callable[[str], Path], variable: str) -> Path:
+def _user_folder(ask: Callable[[str], Path], variable: str) -> Path:
     try:
         path = ask("attnbench")
     except RuntimeError:  # platformdirs knows no home folder; its older versions answer ~

@@ -85,7 +85,7 @@ class Frozen:
 
     def save(self, path: Path) -> Stamp | None:
         """Replace the file in one step; returns the new file's stamp.  Raises OutputError."""
-        found = replace_text(path, _written(self))
+        found = replace_text(path, _file_text(self))
         return None if found is None else _stamp(found)
 
     def joined(self, other: Frozen) -> Frozen:
@@ -114,7 +114,7 @@ def _stamp(found: os.stat_result) -> Stamp:
     return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
 
 
-def _written(content: Frozen) -> str:
+def _file_text(content: Frozen) -> str:
     """The text of a file; the same for the same choices in any order."""
     head = json.dumps({"schema": SCHEMA, "devices": dict(sorted(content.devices.items()))}, indent=1)
     lines = sorted(

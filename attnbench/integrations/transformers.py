@@ -198,7 +198,7 @@ def _within(sequences: Sequences, mask: Tensor | None, causal: bool, query: Tens
     seqlen_kv = key.shape[2]
     if seqlen_q != seqlen_kv:
         raise InputError("cu_seq_lens_q beside a cache, which SDPA does not know either")
-    own = sequences.shown(batch, seqlen_q, seqlen_kv)
+    own = sequences.visible_keys(batch, seqlen_q, seqlen_kv)
     if mask is None:
         return own & dense(Mask(right=0), seqlen_q, seqlen_kv, query.device) if causal else own
     return own & mask if mask.dtype == torch.bool else mask.masked_fill(~own, torch.finfo(mask.dtype).min)

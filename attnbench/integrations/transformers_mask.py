@@ -64,7 +64,7 @@ class LayerMask(Mask):
     def _of_sequences(self) -> Tensor:
         """Made once: every layer that is handed on keeps it for its backward."""
         assert self.sequences is not None, "asked by tensor alone"
-        return self.sequences.shown(*self.sizes) & dense(self, *self.sizes[1:], self.device)
+        return self.sequences.visible_keys(*self.sizes) & dense(self, *self.sizes[1:], self.device)
 
     def contiguous(self) -> LayerMask:
         """Returns itself, which has no layout; ``generate`` passes the result to the model."""
@@ -278,7 +278,7 @@ def _check_overlays(asked: MaskRequest, mask: Mask, hands_on: bool) -> None:
 
 def _agrees(asked: MaskRequest, mask: Mask) -> Tensor:
     """Whether the mask function equals ``mask`` for every query, ignoring padding."""
-    shown = _shown(asked.visible, asked.batch, _range(asked.seqlen_q, asked), _range(asked.seqlen_kv, asked))
+    shown = _visibility(asked.visible, asked.batch, _range(asked.seqlen_q, asked), _range(asked.seqlen_kv, asked))
     return (shown == dense(mask, asked.seqlen_q, asked.seqlen_kv, asked.device)).all()
 
 
@@ -294,7 +294,7 @@ def _is_window(asked: MaskRequest, mask: Mask) -> bool:
     edges = [query - size - 1, query - size, query - size + 1, query - 1, query, query + 1, query + size - 1]
     keys = torch.tensor([*edges, query + size, query + size + 1], device="cpu")
     try:
-        shown = _shown(asked.visible, 1, torch.tensor([query], device="cpu"), keys).flatten()
+        shown = _visibility(asked.visible, 1, torch.tensor([query], device="cpu"), keys).flatten()
     except (RuntimeError, IndexError):  # it looks at tensors of the model's device or of the batch's length
         return False
     unseen = mask.hidden(torch.tensor([query], device="cpu"), keys, 1, 1)
@@ -305,7 +305,7 @@ def _is_window(asked: MaskRequest, mask: Mask) -> bool:
     return torch.equal(shown, ~unseen[0])
 
 
-def _shown(visible: _Visible, batch: int, queries: Tensor, keys: Tensor) -> Tensor:
+def _visibility(visible: _Visible, batch: int, queries: Tensor, keys: Tensor) -> Tensor:
     """Which keys the mask function makes visible, (B, 1, queries, keys)."""
     device = queries.device
     batches, heads = torch.arange(batch, device=device), torch.zeros(1, dtype=torch.long, device=device)

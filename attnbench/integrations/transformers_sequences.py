@@ -110,7 +110,7 @@ class Sequences:
     def _outside(self, *call: Any, **named: Any) -> Tensor | None:
         return self.attend(*call, **named)
 
-    def shown(self, batch: int, seqlen_q: int, seqlen_kv: int) -> Tensor:
+    def visible_keys(self, batch: int, seqlen_q: int, seqlen_kv: int) -> Tensor:
         """Which keys are of the query's own sequence, (B, 1, Sq, Skv); padding as a query sees its row's tokens."""
         device = self.starts_q.device
         if self.keys is None:

@@ -14,7 +14,7 @@ from ..text.digits import three_digits
 from .entry import HOST_DIGITS, Entry, nearest
 from .environment import Environment
 from .files import read_text, replace_text
-from .text import parsed, written
+from .text import parse_table, table_text
 
 __all__ = ["Entry", "Table"]
 
@@ -43,7 +43,7 @@ class Table:
     @classmethod
     def load(cls, path: str | Path) -> Table:
         """Read a table file.  Raises MalformedFileError if it is not one, or OSError if it cannot be read."""
-        return cls.from_entries(*parsed(Path(path), read_text(Path(path))))
+        return cls.from_entries(*parse_table(Path(path), read_text(Path(path))))
 
     def save(self, path: str | Path) -> None:
         """Write the table, one plan a line in a fixed order, in one step.  Raises OutputError."""
@@ -51,7 +51,7 @@ class Table:
 
     def file_text(self) -> str:
         """What ``save`` writes."""
-        return written(self.environment, self.entries.values(), self.launch_ms)
+        return table_text(self.environment, self.entries.values(), self.launch_ms)
 
     def condensed(self) -> Table:
         """The entries needed to choose, with few digits: see ``Entry.kept`` and ``Entry.shortened``."""

@@ -20,7 +20,7 @@ from .entry import LONGEST_MS, SHORTEST_MS, Entry, Status
 from .environment import Environment
 from .record_fields import NumberOrInf, PlanField, Printable, SpecField
 
-__all__ = ["SCHEMA", "parsed", "written"]
+__all__ = ["SCHEMA", "parse_table", "table_text"]
 
 SCHEMA = "attnbench.table/2"
 _LEAST_ERROR = 1e-100  # below it, and above 0, ratios and logarithms leave the range of floats
@@ -66,7 +66,7 @@ class _Content(BaseModel):
 _CONTENT = TypeAdapter(_Content)
 
 
-def written(environment: Environment, entries: Iterable[Entry], launch_ms: float | None) -> str:
+def table_text(environment: Environment, entries: Iterable[Entry], launch_ms: float | None) -> str:
     """The text of a table; the same for the same entries in any order."""
     facts = {name: value for name, value in environment.to_dict().items() if value is not None}
     facts |= {name: dict(sorted(facts[name].items())) for name in ("backends", "origins")}
@@ -77,8 +77,8 @@ def written(environment: Environment, entries: Iterable[Entry], launch_ms: float
     return head[:-2] + ',\n "specs": [\n' + ",\n".join(specs) + "\n]}\n"
 
 
-def parsed(path: Path, text: str) -> tuple[Environment, list[Entry], float | None]:
-    """What ``written`` wrote; ``path`` is named in errors.  Raises MalformedFileError on anything else."""
+def parse_table(path: Path, text: str) -> tuple[Environment, list[Entry], float | None]:
+    """What ``table_text`` wrote; ``path`` is named in errors.  Raises MalformedFileError on anything else."""
     content = read_json(path, text, SCHEMA, _CONTENT)
     if len({each.spec for each in content.specs}) < len(content.specs):
         ((twice, _),) = Counter(each.spec for each in content.specs).most_common(1)

@@ -163,18 +163,18 @@ def _side(lengths: Tensor | None, rows: int, size: int, left: bool, device: torc
         starts = torch.arange(0, (rows + 1) * size, size, dtype=torch.int32, device=device)
         return _Side((rows, size), starts)
     if recording() or lengths.is_inference():  # no version tells of a change
-        return _found(lengths, size, left)
+        return _side_of(lengths, size, left)
     known, key = _sides.setdefault(lengths, {}), (size, left, current_stream(device))
     found = known.get(key)
     if found is None or found.version != lengths._version:
         if len(known) >= _KEPT:
             known.pop(next(iter(known)), None)
-        side = outside_pools(partial(_found, lengths, size, left), device)
+        side = outside_pools(partial(_side_of, lengths, size, left), device)
         found = known[key] = _Kept(lengths._version, side)
     return found.side
 
 
-def _found(lengths: Tensor, size: int, left: bool) -> _Side:
+def _side_of(lengths: Tensor, size: int, left: bool) -> _Side:
     rows = lengths.shape[0]
     starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     first = size - lengths if left else torch.zeros_like(lengths)

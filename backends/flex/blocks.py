@@ -55,7 +55,7 @@ def _blocks(mask: Mask, seqlen_q: int, seqlen_kv: int, device: torch.device) -> 
     whole = (top + BLOCK <= seqlen_q) & (left + BLOCK <= seqlen_kv)
     full = whole & (bottom + low <= left) & (top + high >= right)
     band = _band(torch.tensor(low, device=device), torch.tensor(high, device=device))
-    return _made(visible, full, band, (seqlen_q, seqlen_kv))
+    return _block_mask(visible, full, band, (seqlen_q, seqlen_kv))
 
 
 _recorded_blocks = permanent(_blocks)
@@ -104,10 +104,10 @@ def _packed(mask: Mask, lengths: Lengths, tokens_q: int, tokens_kv: int) -> Bloc
     visible = (rows_low.amin(1, keepdim=True) <= right) & (rows_high.amax(1, keepdim=True) >= left)
     full = (rows_low.amax(1, keepdim=True) <= left) & (rows_high.amin(1, keepdim=True) >= right)
     full &= left + BLOCK <= tokens_kv
-    return _made(visible, full, _interval(low, high), (tokens_q, tokens_kv))
+    return _block_mask(visible, full, _interval(low, high), (tokens_q, tokens_kv))
 
 
-def _made(visible: Tensor, full: Tensor, mask_mod: _MaskMod, sizes: tuple[int, int]) -> BlockMask:
+def _block_mask(visible: Tensor, full: Tensor, mask_mod: _MaskMod, sizes: tuple[int, int]) -> BlockMask:
     """From which blocks (rows, columns) are visible, and which of them whole."""
     counts, indices = _ordered(visible & ~full)
     full_counts, full_indices = _ordered(full)

@@ -215,7 +215,7 @@ class Autotune:
         try:
             every = [(each.case, each.plans) for each in work]
             with closing(measured_within(setup, every, deadline)) as events:
-                for row in _shown(events):
+                for row in _with_progress(events):
                     rows[row.case][row.plan] = row
                     if len(rows[row.case]) == len(left[row.case].plans):
                         self._keep(setup, left.pop(row.case), rows[row.case])
@@ -318,7 +318,7 @@ def _obstacle() -> str | None:
     return None
 
 
-def _shown(events: Iterator[Event]) -> Iterator[Measurement]:
+def _with_progress(events: Iterator[Event]) -> Iterator[Measurement]:
     """The rows of the events, with a line of progress on a terminal."""
     console = Console(stderr=True)
     if console.is_terminal:

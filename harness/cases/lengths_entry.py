@@ -52,10 +52,10 @@ def read_lengths(path: Path, node: yaml.Node) -> Iterator[SequenceLengths]:
     if missing := [name for name in ("distribution", "total") if name not in options]:
         raise fault(path, node, f"expected {' and '.join(missing)} in lengths")
     for chosen in itertools.product(*options.values()):
-        yield _drawn(path, node, dict(zip(options, chosen, strict=True)))
+        yield _from_distribution(path, node, dict(zip(options, chosen, strict=True)))
 
 
-def _drawn(path: Path, node: yaml.Node, facts: dict[str, Any]) -> SequenceLengths:
+def _from_distribution(path: Path, node: yaml.Node, facts: dict[str, Any]) -> SequenceLengths:
     layout, total, longest = facts.pop("layout", "packed"), facts.pop("total"), facts.pop("longest", None)
     of_file: list[int] = []
     try:

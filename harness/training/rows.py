@@ -65,11 +65,11 @@ def _number(value: object) -> object:
     return _NUMBERS.get(value, value) if isinstance(value, str) else value
 
 
-def _written(value: float) -> float | str:
+def _to_json(value: float) -> float | str:
     return value if math.isfinite(value) else _WORDS.get(value, "NaN")
 
 
-_Any = Annotated[float, BeforeValidator(_number), PlainSerializer(_written, when_used="json")]
+_Any = Annotated[float, BeforeValidator(_number), PlainSerializer(_to_json, when_used="json")]
 _Milliseconds = Annotated[float, Field(ge=SHORTEST_MS, le=LONGEST_MS)]
 _Spent = Annotated[float, Field(ge=0, le=LONGEST_MS)]
 _Fraction = Annotated[float, Field(ge=0, le=1)]

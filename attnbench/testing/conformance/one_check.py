@@ -80,7 +80,7 @@ def specs_for(subject: Subject, check: Check, count: int) -> list[AttentionSpec]
     """The specs on which a check is made: the same in every process in which the same features are broken."""
     if check.name == "refusals":
         random = Random(f"{subject.seed} {subject.plan}")
-        specs = [subject.whatever(random) for _ in range(count)]
+        specs = [subject.random_spec(random) for _ in range(count)]
         # A spec of the forward alone never asks for the backward.
         return [spec for spec in specs if spec.training or subject.backward is None]
     if check.name == "descales":

@@ -183,7 +183,7 @@ class Subject:
             shape |= {"descale": random.choice(row.descales or ("tensor",)), "direction": "forward"}
         return AttentionSpec.make(**shape)
 
-    def whatever(self, random: Random) -> AttentionSpec:
+    def random_spec(self, random: Random) -> AttentionSpec:
         """A spec of any type, features and size, which may be refused or not."""
         features = [name for name in FEATURES if random.random() < 0.3]
         return self.any_spec(random, *features, dtypes=random.choice([None, DTYPES]))

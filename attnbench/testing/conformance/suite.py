@@ -59,12 +59,12 @@ def check_backend(
     if rehearsed and backend.compiles and place.type == "cuda":
         say("\ncompiling: many processes run every check once beforehand")
         rehearse(subjects, Setting(place, seed), here.memory_bytes)
-    report = replace(report, findings=tuple(_said(_findings(subjects, backend), say)))
+    report = replace(report, findings=tuple(_report_each(_findings(subjects, backend), say)))
     say(f"\n{report.summary}")
     return report
 
 
-def _said(findings: Iterable[Finding], say: Callable[[str], None]) -> Iterator[Finding]:
+def _report_each(findings: Iterable[Finding], say: Callable[[str], None]) -> Iterator[Finding]:
     """Say each finding as soon as it is known."""
     plan = ""
     for each in findings:

@@ -119,7 +119,7 @@ class TritonForward(ForwardKernel):
         made: Plan = plans.plan(self.recipe, spec, self._tile(spec, device), device, here, own, *outlines)
         return made
 
-    def _where(
+    def _target(
         self, spec: AttentionSpec, q: Tensor, lengths: Lengths | None
     ) -> tuple[Tile, torch.device, bool, tuple[int, bool] | None]:
         """The tile, the device, whether the Hopper kernels run there, and what of lengths a plan depends on."""
@@ -194,7 +194,7 @@ class TritonWideScores(TritonForward):
         """V transposed in e4m3, and in rows as well for training."""
         q, k, v = inputs.unquantised()
         (forward, plans), lengths = _modules(), inputs.lengths
-        tile, device, _, own = self._where(spec, q, lengths)
+        tile, device, _, own = self._target(spec, q, lengths)
         plan: Plan = plans.values_plan(self.recipe, spec, tile, device, own, _outline(v))
         with alone(device):
             made = plan.quantised((v,), lengths)[0]
@@ -243,7 +243,7 @@ class TritonOnePass(TritonForward):
         """K in rows and V transposed, in one launch; for training V in rows as well."""
         q, k, v = inputs.unquantised()
         (forward, plans), lengths = _modules(), inputs.lengths
-        tile, device, *where = self._where(spec, q, lengths)
+        tile, device, *where = self._target(spec, q, lengths)
         plan: Plan = plans.casting_plan(self.recipe, spec, tile, device, *where, *map(_outline, (q, k, v)))
         with alone(device):
             quantised = plan.quantised((k, v), lengths)

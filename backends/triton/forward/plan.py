@@ -16,7 +16,7 @@ from attnbench.problem.spec import AttentionSpec
 from ..blocks import Part
 from ..launching import KEPT
 from ..quantise.kernels import PADDING
-from ..quantise.launch import Unequal, Written, written
+from ..quantise.launch import QuantisedTensors, Unequal, quantise_tensors
 from ..quantise.layout import Layout as Quantising
 from ..quantise.layout import Outline, Places, layout_of
 from . import launch
@@ -42,16 +42,16 @@ class Plan(NamedTuple):
     slots: tuple[tuple[_Side, int], ...]
     layout: Layout | None
 
-    def quantised(self, tensors: Sequence[Tensor], lengths: Lengths | None) -> Written:
+    def quantised(self, tensors: Sequence[Tensor], lengths: Lengths | None) -> QuantisedTensors:
         """The tensors quantised."""
         own = () if lengths is None else [Unequal(lengths, side, slot) for side, slot in self.slots]
-        return written(self.quantising, tensors, own)
+        return quantise_tensors(self.quantising, tensors, own)
 
     def reads(self, q: Tensor) -> bool:
         """Whether the kernel has a layout, and reads Q, which it casts, where it lies."""
         return self.layout is not None and aligned(q)
 
-    def native(self, device: torch.device, q: Tensor | None, made: Written, lengths: Lengths | None) -> Native:
+    def native(self, device: torch.device, q: Tensor | None, made: QuantisedTensors, lengths: Lengths | None) -> Native:
         """The kernel's arguments where it has a layout: all quantised, or ``q`` as it is, which then has no descales,
         and K and V quantised.
         """

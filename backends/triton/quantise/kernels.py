@@ -53,7 +53,7 @@ def _own_tile(job, size, number):
 
     Where all lengths are alike the sequence is the batch entry.
     """
-    _, head, tile = _whereabouts(number, size)
+    _, head, tile = _program_position(number, size)
     row = job.tiles + (1 + tile) * ROW
     return tl.load(row), head, tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 6)
 
@@ -63,7 +63,7 @@ def _exists(job, size, number):
     """Whether the program has a tile: there may be more programs than tiles."""
     there = (number >= 0) & (number < size.programs)
     if job.tiles is not None:
-        there = there & (_whereabouts(number, size)[2] < tl.load(job.tiles))
+        there = there & (_program_position(number, size)[2] < tl.load(job.tiles))
     return there
 
 
@@ -94,7 +94,7 @@ def _turned_about(x, row, inside, job, dim: tl.constexpr, width: tl.constexpr):
 
 
 @triton.jit
-def _whereabouts(number, size):
+def _program_position(number, size):
     """Batch entry, head and part of the head that a program has."""
     # A division of integers takes 20 instructions, of unsigned ones 15: there are two.
     slow = number.to(tl.uint32) // size.inner.to(tl.uint32)
@@ -192,7 +192,7 @@ def _cast_tile(
     0 2 4 6, and after the one they begin with they hold the next one, the eighth and the ninth.
     """
     if job.tiles is None:
-        batch, h, tile = _whereabouts(number, size)
+        batch, h, tile = _program_position(number, size)
         start, length = tile * rows, size.seqlen
         origin, at = 0, start
     else:
@@ -316,7 +316,7 @@ def _block_sums(value, dim: tl.constexpr):
 @triton.jit
 def _chunk_magnitude(job, size, number, dim: tl.constexpr, rows: tl.constexpr):
     width: tl.constexpr = max(16, triton.next_power_of_2(dim))
-    batch, h, chunk = _whereabouts(number, size)
+    batch, h, chunk = _program_position(number, size)
     each = (size.tiles + size.chunks - 1) // size.chunks
     tile = chunk * each
     end = tl.minimum(tile + each, size.tiles)

@@ -33,15 +33,15 @@ from .stored import Stored
 __all__ = [
     "TILES",
     "Quantisation",
+    "QuantisedTensors",
     "Request",
     "Tiles",
     "Unequal",
-    "Written",
+    "quantise_tensors",
     "quantised",
     "quantised_together",
     "tiles_for",
     "unequal",
-    "written",
 ]
 
 _TILES = Job._fields.index("tiles")
@@ -171,10 +171,10 @@ def quantised_together(
         raise InputError(f"tensors quantised together lie on one device, not {[str(r.x.device) for r in requests]}")
     layout = layout_of(tuple(map(_outline, requests)), recipe, device, tiles, block)
     own = [request.unequal for request in requests]
-    return list(written(layout, [request.x for request in requests], own if any(own) else ()))
+    return list(quantise_tensors(layout, [request.x for request in requests], own if any(own) else ()))
 
 
-class Written:
+class QuantisedTensors:
     """What was quantised of tensors that have one layout: their parts' addresses, and by number what is made of each.
 
     ``begins``: of each the addresses of rows, transposed copy, descale and partial magnitudes, None for nothing.
@@ -198,7 +198,7 @@ class Written:
         return map(self.__getitem__, range(len(self.begins)))
 
 
-def written(layout: Layout, tensors: Sequence[Tensor], own: Sequence[Unequal | None] = ()) -> Written:
+def quantise_tensors(layout: Layout, tensors: Sequence[Tensor], own: Sequence[Unequal | None] = ()) -> QuantisedTensors:
     """What is quantised of tensors that have this layout, on one device; ``own``: lengths of their sequences."""
     device = tensors[0].device
     kept = layout.kept.memory(device)
@@ -219,7 +219,7 @@ def written(layout: Layout, tensors: Sequence[Tensor], own: Sequence[Unequal | N
     if layout.smooth:
         for x, outline in zip(tensors, layout.outlines, strict=True):
             means.append(x.detach().mean(dim=2, keepdim=True, dtype=torch.float32) if outline.smooth else None)
-    results, again = Written(layout, kept, scratch, means, begins), tuple(jobs)
+    results, again = QuantisedTensors(layout, kept, scratch, means, begins), tuple(jobs)
     tables: list[Tensor | None] = [None] * len(jobs)
     with on(device):
         for launch, tiled in zip(layout.launches, layout.tiled, strict=True):

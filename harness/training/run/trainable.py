@@ -100,7 +100,7 @@ def build(config: TrainConfig, device: torch.device | str, *, attend: Attending 
     if reason := refusal(config.linears, device):
         raise InputError(reason)
     corpus = load(config.data, config.seqlen) if config.learns_text else None  # fails sooner than the model
-    made = _made(config, device, corpus, attend)
+    made = _build(config, device, corpus, attend)
     made.parameters = sum(each.numel() for each in made.module.parameters())
     cast_weights(made.module, config)
     if config.block == "plain":
@@ -116,7 +116,7 @@ def build(config: TrainConfig, device: torch.device | str, *, attend: Attending 
     return made
 
 
-def _made(config: TrainConfig, device: torch.device, corpus: Corpus | None, attend: Attending | None) -> Trainable:
+def _build(config: TrainConfig, device: torch.device, corpus: Corpus | None, attend: Attending | None) -> Trainable:
     cores: list[AttentionCore] = []
     core = _maker(config, attend, cores)
     tokens = config.batch * config.places

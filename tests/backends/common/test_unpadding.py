@@ -55,8 +55,8 @@ def test_quantised_rows_lie_as_the_tensors_do(padding: str) -> None:
 
 
 def test_places_are_found_once_and_again_when_the_lengths_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, find = [], unpadding._found
-    monkeypatch.setattr(unpadding, "_found", lambda *given: made.append(given) or find(*given))
+    made, find = [], unpadding._side_of
+    monkeypatch.setattr(unpadding, "_side_of", lambda *given: made.append(given) or find(*given))
     batch = Documents(((30, 30), (7, 7)), padding="left")
     whole, lengths, spec = batch.together(batch.parts())
     spec, forward = spec.replace(direction="forward"), FORWARDS["fa4:bf16"]

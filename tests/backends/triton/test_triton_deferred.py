@@ -30,7 +30,7 @@ def test_a_layer_keeps_neither_its_inputs_nor_the_forwards_copies(
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(1, 2, 140, 64, generator=generator).to(torch.bfloat16) for _ in range(4)]
     held: list[weakref.ref[Tensor]] = []
-    before = plan.written
+    before = plan.quantise_tensors
 
     def watched(*args: Any) -> list[Quantisation]:
         made = before(*args)
@@ -38,7 +38,7 @@ def test_a_layer_keeps_neither_its_inputs_nor_the_forwards_copies(
         held.append(weakref.ref(made[0]._scratch.block))
         return made
 
-    monkeypatch.setattr(plan, "written", watched)
+    monkeypatch.setattr(plan, "quantise_tensors", watched)
     leaves = [x.clone().requires_grad_() for x in inputs[:3]]
     given = [x * 1 for x in leaves]  # of which the graph of the product keeps nothing
     held += map(weakref.ref, given)
