@@ -133,7 +133,7 @@ class Watch:
 
     ``uuid`` is the GPU's (``torch.cuda.get_device_properties(device).uuid`` as text): NVML and torch may number GPUs
     differently.  Without one (a CPU), without NVML, or if the GPU reports nothing, there are no readings and ``note``
-    says why.  The last 30,000 readings stay until the context is opened again.
+    says why.  The last 30,000 readings stay.  The context is opened once.
     """
 
     def __init__(self, uuid: str | None, every: float = 0.02) -> None:
@@ -186,8 +186,6 @@ class Watch:
         return abs(newer - older) <= tolerance * newer
 
     def __enter__(self) -> Watch:
-        self._readings.clear()
-        self._gpu, self._reason = None, None
         if self._uuid is None:
             self._reason = "there is no GPU to watch"
             return self
@@ -198,9 +196,7 @@ class Watch:
             nvml.close()
             return self
         self._read(self._gpu)
-        self._ended = threading.Event()  # a new one: a thread that hung the last time must still find its own set
-        arguments = (nvml, self._gpu, self._ended)
-        self._thread = threading.Thread(target=self._go_on, args=arguments, name="clocks", daemon=True)
+        self._thread = threading.Thread(target=self._go_on, args=(nvml, self._gpu), name="clocks", daemon=True)
         self._thread.start()
         return self
 
@@ -208,12 +204,11 @@ class Watch:
         self._ended.set()
         if self._thread is not None:
             self._thread.join(_PATIENCE)
-            self._thread = None
 
-    def _go_on(self, nvml: Nvml, gpu: Gpu, ended: threading.Event) -> None:
+    def _go_on(self, nvml: Nvml, gpu: Gpu) -> None:
         try:
             with nvml:
-                while not ended.wait(self.every):
+                while not self._ended.wait(self.every):
                     self._read(gpu)
         finally:
             self._clock_is_told = False
