@@ -220,11 +220,13 @@ HEARD: dict[str, tuple[Observations, str | None]] = {
         "bias",
     ),
     "means of few rows": (Observations(bound=0.12, judged=alike(judgement(0.0, rows=8, bias=0.01), name="lse")), None),
-    "means of enough": (Observations(bound=0.12, judged=alike(judgement(0.0, bias=0.01), name="lse")), "lse"),
+    "means of enough": (
+        Observations(bound=0.12, judged=alike(judgement(0.0, rows=64, bias=0.01), name="lse")), "lse"),
     # One family whose scores are all large, as on Hopper's accumulator.
     "an LSE moved by one family": (shifted(0.0005, outlier=-0.005), "lse"),
     "no farther than its floor": (shifted(0.0030, outlier=-0.005), None),
-    "not moved by another": (shifted(0.0005, outlier=-0.005, normal=0.00004), None),
+    "not moved by another": (shifted(0.0005, outlier=-0.005, normal=0.0004), None),
+    "moved by little": (shifted(0.0005, outlier=-0.0025, normal=-0.0025), None),
     "moved by three": (shifted(0.0005, outlier=-0.005, normal=-0.004, sink=-0.001), "lse"),
     "P below the smallest number in a sink": (sunk(), None),
     "on every family": (sunk(own=SUNK), "own"),
@@ -239,6 +241,11 @@ HEARD: dict[str, tuple[Observations, str | None]] = {
     # Not called stale where it is wrong anyway.
     "wrong, and otherwise when negated": (
         Observations(bound=0.12, judged=alike(judgement(1.0), "normal"), stale={"out": judgement(1.3)}), "error"),
+    # As off as the worst of 800 correct heads in bf16, and as off as a factor of 1.3 makes it.
+    "a head of a gradient in 16 bits": (
+        Observations(bound=0.01, judged=alike(judgement(0.004, worst_head=0.043), "normal", name="dk")), None),
+    "a wrong one": (
+        Observations(bound=0.01, judged=alike(judgement(0.004, worst_head=0.3), "normal", name="dk")), "head"),
     # No bound is wide enough for what is left out.
     "a head of zeros": (Observations(bound=0.6, judged=alike(judgement(0.1, worst_head=1.0), "normal")), "head"),
     "a row of zeros": (Observations(bound=0.6, judged=alike(judgement(0.1, worst_row=1.0), "normal")), "row"),
@@ -249,6 +256,30 @@ HEARD: dict[str, tuple[Observations, str | None]] = {
 def test_what_is_a_fault_and_what_is_none(found, check):
     said = judge(found)
     assert (said.status, said.check) == ("ok" if check is None else "inaccurate", check)
+
+
+# The largest values on correct kernels, in bounds or as they are, and what a fault makes of them.
+PARTS = [
+    ("head", "out", 1.1), ("head", "lse", 1.1), ("head", "dv", 0.7), ("head", "dq", 3.3), ("head", "dk", 3.3),
+    ("row", "out", 2.7), ("row", "lse", 2.7), ("row", "dv", 3.1),
+]  # fmt: skip
+GAINS = [("out", 0.016), ("dv", 0.016), ("dq", 0.035), ("dk", 0.035)]
+
+
+@pytest.mark.parametrize(("part", "tensor", "correct"), PARTS)
+def test_one_head_or_row_may_be_off_by_what_correct_kernels_reach_and_not_by_what_a_missing_one_makes(
+    part, tensor, correct
+):
+    for bound in (0.1, 0.2):
+        for times, check in ((correct, None), (5, part)):
+            wrong = judgement(0.01, **{f"worst_{part}": times * bound})
+            assert judge(Observations(bound=bound, judged=alike(wrong, "normal", name=tensor))).check == check
+
+
+@pytest.mark.parametrize(("tensor", "correct"), GAINS)
+def test_a_gain_may_be_what_correct_kernels_reach_and_not_a_factor_of_1_05(tensor, correct):
+    for bias, check in ((correct, None), (-correct, None), (0.05, "bias"), (-0.05, "bias")):
+        assert judge(Observations(bound=0.12, judged=alike(judgement(bias=bias), name=tensor))).check == check
 
 
 @st.composite
