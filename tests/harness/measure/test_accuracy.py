@@ -14,8 +14,9 @@ from attnbench.errors import AttnbenchError
 from attnbench.harness.cases.inputs import draw
 from attnbench.harness.measure.accuracy import Detail, judge_tensor
 from attnbench.harness.measure.truth import Truth
-from attnbench.kernels.contract import Saved
+from attnbench.kernels.contract import Operands, Saved
 from attnbench.kernels.registry import registry
+from attnbench.problem.fp8 import Recipe, quantise
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 
@@ -87,6 +88,14 @@ def test_a_wrong_shape_is_said():
     values["dv"] = values["dv"].transpose(2, 3)
     with pytest.raises(AttnbenchError, match=r"dv has the shape .*, not \(2, 3, 47, 24\)"):
         Truth.of(SPEC, draw(SPEC, "normal", CPU), REGISTRY).judge(values)
+
+
+def test_a_floor_of_operands_in_another_shape_is_refused():
+    """The same number of values elsewhere would give a floor of other tensors."""
+    inputs = draw(SPEC, "normal", CPU)
+    q, k, v = (quantise(x, Recipe()) for x in (inputs.q, inputs.k, inputs.v.reshape(2, 3, 24, 47)))
+    with pytest.raises(AttnbenchError, match=r"the operand v has the shape \(2, 3, 24, 47\), not \(2, 3, 47, 24\)"):
+        Truth.of(SPEC, inputs, REGISTRY).exact_on(Operands(SPEC, q, k, v))
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
