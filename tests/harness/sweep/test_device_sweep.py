@@ -221,6 +221,20 @@ def test_stopping_ends_what_is_under_way_and_invents_no_row(shop, method):
     assert not any(station.alive for station in shop.stations)
 
 
+@pytest.mark.parametrize("phase", ["preparing", "timing", "judging"])
+def test_a_sweep_that_is_stopped_between_two_requests_makes_no_more(shop, phase):
+    """Each would start its process again."""
+    with DeviceSweep(setup()) as line:
+        events = line.measure(CASE, PLANS)
+        while next(events).phase != phase:
+            pass
+        line.stop()
+        before = shop.asked
+        with pytest.raises(StoppedError):
+            next(events)
+    assert shop.asked == before
+
+
 def test_the_first_cases_are_measured_before_the_rest_is_compiled(shop, monkeypatch):
     order: list[object] = []
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import count, repeat
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -197,6 +198,31 @@ def test_a_segmentation_fault_says_where(worker):
     assert "was killed by SIGSEGV" in found.reason
     assert "Fatal Python error: Segmentation fault" in found.reason
     assert "string_at" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("kills", "status", "reason"),
+    [
+        (count(3), "oom", "the system ran out of memory and killed the process"),
+        (repeat(3), "crashed", "the process was killed by SIGKILL"),
+        (repeat(None), "crashed", "the process was killed by SIGKILL"),
+    ],
+    ids=["one more", "no more", "not said"],
+)
+def test_a_process_that_is_killed_ran_out_of_memory_if_the_system_says_so(worker, monkeypatch, kills, status, reason):
+    class Told:
+        def __init__(self, path):
+            self.path = path
+
+        def read_text(self):
+            assert self.path == "/proc/vmstat"
+            if (number := next(kills)) is None:
+                raise FileNotFoundError
+            return f"nr_free_pages 7\noom_kill {number}\nnuma_hit 9\n"
+
+    monkeypatch.setattr(worker_process, "Path", Told)
+    found = lost(worker, "dies")
+    assert (found.status, found.reason, found.died) == (status, reason, True)
 
 
 def test_a_hang_ends_in_time_with_all_that_it_started(worker, notes):

@@ -169,6 +169,10 @@ def _segfaults(value: Any) -> Any:
     return value
 
 
+def _dies(_: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _child() -> int:
     return subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({LONG})"]).pid
 
@@ -204,6 +208,7 @@ ACTS: dict[str, Callable[[Any], Any]] = {
     "reads": _reads_stdin,
     "leaves": _leaves,
     "segfaults": _segfaults,
+    "dies": _dies,
     "hangs": _hangs,
     "locks": _holds_the_lock,
 }
