@@ -83,7 +83,7 @@ class Observations:
 
     def floor_of(self, tensor: TensorName) -> float:
         """The least floor over the families, 0 if nothing is quantised."""
-        return min((each[tensor].error for each in self.floor.values() if tensor in each), default=0.0)
+        return min((each[tensor].error for each in self.floor.values()), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def _settled(observed: Observations) -> str | None:
 def _stale(observed: Observations) -> str | None:
     """With the inputs negated the error is larger than on any family: something was kept from the run before."""
     for tensor, stale in observed.stale.items():
-        judged = [each[tensor] for each in observed.judged.values() if tensor in each]
+        judged = [each[tensor] for each in observed.judged.values()]
         # Heads of out do not nearly cancel, so there one stale head can be detected.
         found, before = (
             (stale.detail.worst_head, [each.detail.worst_head for each in judged])
@@ -154,9 +154,9 @@ def _too_good(observed: Observations) -> str | None:
     """Closer to the truth than its quantised operands allow, on every family: it computed with others."""
     for tensor in _GAIN:
         pairs = [
-            (observed.judged[family][tensor].error, each[tensor].error)
-            for family, each in observed.floor.items()
-            if tensor in each and tensor in observed.judged.get(family, {})
+            (judged[tensor].error, observed.floor[family][tensor].error)
+            for family, judged in observed.judged.items()
+            if tensor in judged and family in observed.floor
         ]
         if pairs and all(error < _TOO_GOOD * floor for error, floor in pairs):
             error, floor = max(pairs, key=lambda pair: pair[0] / pair[1])

@@ -178,6 +178,19 @@ def test_values_that_are_not_finite_are_counted():
     assert said.reason.startswith("out has 3 values that are not finite where all inputs are negated, and none where")
 
 
+def test_the_worst_is_said():
+    far, near = judgement(0.6), judgement(0.3)
+    judged = {"normal": {"out": near, "dq": near}, "sink": {"out": near, "dq": far}, "outlier": {"out": near}}
+    said = judge(Observations(bound=0.12, judged=judged))
+    assert said.reason == "the error of dq on sink inputs is 0.6, beyond 0.12"
+    said = judge(Observations(bound=0.12, judged={"normal": {"out": judgement()}}, stale={"out": far}))
+    assert said.reason.startswith(
+        "out is off by 0.6 where all inputs are negated, by 0.03 where they are not: it keeps"
+    )
+    said = judge(Observations(bound=0.12, judged=alike(judgement(0.01)), floor=GOOD))
+    assert said.reason.startswith("the error of out is 0.01 where its quantised operands alone make 0.05: it did not")
+
+
 def alike(value: Judgement, *families: str, name: str = "out") -> dict[str, dict[str, Judgement]]:
     return {family: {name: value} for family in families or ("normal", "sink")}
 
@@ -205,6 +218,7 @@ def exact(normal: float, sink: float, floor: float | None = 0.05) -> Observation
 
 
 GAIN = alike(judgement(bias=0.05))
+GOOD = alike(judgement(0.08), "normal") | alike(judgement(0.05), "sink")  # floors
 LARGE = alike(judgement(0.1, bias=0.05))
 SUNK = alike(judgement(0.093))
 LITTLE = alike(judgement(0.05))
@@ -220,6 +234,9 @@ HEARD: dict[str, tuple[Observations, str | None]] = {
         "bias",
     ),
     "means of few rows": (Observations(bound=0.12, judged=alike(judgement(0.0, rows=8, bias=0.01), name="lse")), None),
+    "means of few rows of one tensor": (
+        Observations(bound=0.12, judged={"normal": {
+            "lse": judgement(0.0, rows=8, bias=0.01), "dk": judgement(0.0)}}), None),
     "means of enough": (
         Observations(bound=0.12, judged=alike(judgement(0.0, rows=64, bias=0.01), name="lse")), "lse"),
     # One family whose scores are all large, as on Hopper's accumulator.
@@ -246,6 +263,13 @@ HEARD: dict[str, tuple[Observations, str | None]] = {
         Observations(bound=0.01, judged=alike(judgement(0.004, worst_head=0.043), "normal", name="dk")), None),
     "a wrong one": (
         Observations(bound=0.01, judged=alike(judgement(0.004, worst_head=0.3), "normal", name="dk")), "head"),
+    "a head of one, when negated": (
+        Observations(
+            bound=0.12, judged=alike(judgement(), "normal", name="dk"), stale={"dk": judgement(worst_head=2.0)}
+        ),
+        None,
+    ),
+    "an error of just the bound": (Observations(bound=0.12, judged=alike(judgement(0.12))), None),
     # No bound is wide enough for what is left out.
     "a head of zeros": (Observations(bound=0.6, judged=alike(judgement(0.1, worst_head=1.0), "normal")), "head"),
     "a row of zeros": (Observations(bound=0.6, judged=alike(judgement(0.1, worst_row=1.0), "normal")), "row"),
