@@ -9,10 +9,10 @@ from flat import changed
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from places import RESULTS
-from reported import CAUSAL, SQUARE, Structure, a_sweep, elsewhere, later, lost, row, told
+from reported import CAUSAL, LEARNT, SQUARE, Structure, a_sweep, elsewhere, later, lost, row, told
 from small_training import run_of
 
-from attnbench.choosing.regret import Asked
+from attnbench.choosing.regret import QUESTIONS, Asked
 from attnbench.errors import MisuseError
 from attnbench.harness.report.page import commands, machines, render, results
 from attnbench.harness.report.page.colours import hues_of
@@ -116,6 +116,16 @@ def test_a_figure_has_a_dot_for_each_plan_and_case_named_by_its_case(swept):
     dots = [facts["data-case"] for tag, facts in swept.elements if tag in ("use", "path") and "data-case" in facts]
     numbers = {str(each.number): len(each.measured) for each in machine(a_sweep()).cases}
     assert {number: dots.count(number) for number in numbers} == numbers
+
+
+def test_the_page_s_script_and_styles_find_what_each_figure_draws(swept):
+    plans = [facts["data-plans"].split() for _, facts in swept.elements if facts.get("class") == "scatter"]
+    numbers = [number for each in plans for number in range(len(each))]
+    groups = [(facts.get("class") or "", facts.get("data-plan")) for tag, facts in swept.elements if tag == "g"]
+    assert [each for each in groups if each[0].startswith("dots")] == [(f"dots dots-{n}", f"{n}") for n in numbers]
+    assert [each for each, _ in groups if each.startswith("mark")] == [f"mark mark-{n}" for n in numbers]
+    budgets = [f"budget budget-{number}" for number in range(len(QUESTIONS))]
+    assert [each for each, _ in groups if each.startswith("budget")] == budgets * len(plans)
 
 
 def test_every_case_is_on_the_page_with_all_its_candidates_and_their_reasons(swept):
@@ -233,10 +243,13 @@ def test_folders_files_and_folders_of_folders_are_read_and_named_without_their_p
 
 
 def test_a_case_of_a_preset_is_named_and_any_other_is_written_out():
-    quick = read_results([H200 / "quick"]).sweeps["quick"]
-    command, note = commands.sweep_command([quick[0]])
-    assert command == f"attnbench sweep --preset quick --case '{quick[0].spec}' --backends 'PLAN'"
+    first = next(each for each in read_results([H200 / "quick"]).sweeps["quick"] if each.measured)
+    command, note = commands.sweep_command([first])
+    assert command == f"attnbench sweep --preset quick --case '{first.spec}' --backends 'PLAN'"
     assert note is None
+    command, _ = commands.sweep_command([changed(first, error={"normal": first.error["normal"]})])
+    assert "--preset case.yaml" in command
+    assert "families: [normal]" in command
     command, _ = commands.sweep_command([row("fa3:fp8", 1.0, spec=CAUSAL, bound=0.3)])
     assert command == (
         "printf '%s\\n' '- {batch: 1, heads: 8, seqlen_q: 2048, head_dim: 64, kv_heads: 2, mask: causal}' > case.yaml "
@@ -339,6 +352,27 @@ def test_a_training_command_is_that_of_its_settings():
 
 
 # Figures.
+
+
+def said_in(figure):
+    """The texts of a figure."""
+    return re.findall("<text [^>]*>([^<]+)</text>", bytes_of(figure, "svg").decode())
+
+
+def test_a_map_of_winners_says_plan_and_gain_of_each_case():
+    short = SQUARE.replace(seqlen_q=512, seqlen_kv=512)
+    made = machine([
+        *a_sweep()[:-1], row("fa3:fp8>fa4:bf16", 0.5, 0.1, spec=LEARNT),
+        row("fa3:bf16", 1.0, 0.5, spec=short, status="inaccurate", reason="beyond 0.01", check="error"),
+    ])  # fmt: skip
+    said = said_in(winners_figure(grids_of(made), {}))
+    assert {"fa3:bf16", "fa3:fp8 2.00×", "none", "fa4:bf16 6.00×"} <= {*said}
+
+
+def test_the_axis_of_speeds_says_how_many_times_as_fast_or_which_part():
+    made = machine([*a_sweep(), row("te:bf16", 4.0)])
+    said = said_in(speed_error_figure(points_of(made.of("forward")), {}))
+    assert {"1/4", "1/2", "1×", "2×"} <= {*said}
 
 
 def test_figures_are_the_same_bytes_every_time_and_text_is_never_mathematics():

@@ -283,6 +283,7 @@ def test_a_terminal_gets_a_bar_and_no_line_a_row(swept):
     rows = list(show_progress(iter(swept), Console(file=screen, force_terminal=True, width=100)))
     assert f"/{sum(row.status not in ('refused', 'unavailable') for row in rows)}" in screen.getvalue()
     assert "no such tile" not in screen.getvalue()
+    assert "judging second" in screen.getvalue()  # as it was when the sweep ended
 
 
 def test_an_emulated_plan_is_in_no_ranking_and_no_ratio(made):
@@ -322,5 +323,11 @@ def test_the_summary_says_the_answer_of_every_case_where_it_is_read_first(made):
     assert re.search(r"\none +b:fp8 +1 +0.05 +2x without FP8\n", summary)
     assert re.search(r"\ntwo +[ab]:bf16 \? +[\d.]+ +0.05", summary)
     assert "not for certain" in summary
+    assert "is in FP8, or without it." in summary
+    sure = [made(f"{name}:bf16", ms, case=case) for case in ("one", "two") for name, ms in (("a", 1.0), ("b", 2.0))]
+    summary = report(sure, "text").partition("Summary\n")[2]
+    assert summary
+    assert "for certain" not in summary
+    assert "in FP8" not in summary
     assert report(rows, "markdown").startswith("### Summary\n")
     assert "Summary" not in report(rows[:2], "text")  # its own sentence has said it
