@@ -85,16 +85,7 @@ Judgements = Mapping[TensorName, Judgement]
 
 
 def relative_l2(value: Tensor, truth: Tensor) -> float:
-    """‖value − truth‖ / ‖truth‖ in FP64, 0 if both are zero.
-
-    Where the truth is minus infinity (the LSE of a row without keys), the value must be exactly that and does not count
-    further; any other value that is not finite makes the error infinite.
-    """
-    absent = truth == -torch.inf
-    if bool(absent.any()):
-        if not bool((value[absent] == -torch.inf).all()):
-            return math.inf
-        value, truth = value[~absent], truth[~absent]
+    """‖value − truth‖ / ‖truth‖ in FP64, 0 if both are zero; infinite where a value is not finite.  Not for an LSE."""
     wide, exact = value.to(torch.float64), truth.to(torch.float64)
     difference = float(torch.linalg.vector_norm(wide - exact))
     size = float(torch.linalg.vector_norm(exact))
