@@ -13,6 +13,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 
 from attnbench import AttentionSpec, Mask, Plan
 from attnbench.choosing.cost_model import predict as cost_model
+from attnbench.choosing.cost_model.fit import Fit
 from attnbench.choosing.cost_model.predict import CostModel
 from attnbench.choosing.similarity import of_one_length
 from attnbench.problem.lengths_kind import LengthsKind
@@ -61,6 +62,14 @@ def test_where_operations_are_all_of_a_time_a_measured_shape_leaves_little_doubt
     """What a launch may take elsewhere says nothing there."""
     model = CostModel([entry(spec(length), law(spec(length), launch=1e-5)) for length in LENGTHS])
     assert model.predict(PLAN, spec(LENGTHS[-1])).error < 0.1
+
+
+def test_what_a_kernel_reaches_in_a_class_that_was_not_measured_is_known_to_a_fifth():
+    """Of what the operations say: no closer, for it may be better or worse at another head dimension, and no less."""
+    fit = Fit(entry(spec(length), law(spec(length), launch=1e-5)) for length in LENGTHS)
+    assert fit.deviation(spec(8192)) < 0.1
+    assert 0.16 < fit.deviation(spec(8192, head_dim=32)) < 0.3
+    assert 0.12 < fit.deviation(spec(8192, mask=CAUSAL)) < 0.2
 
 
 def test_bytes_of_a_packed_batch_are_those_of_its_tokens():
