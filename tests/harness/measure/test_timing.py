@@ -2,12 +2,13 @@
 
 import statistics
 import time
+from itertools import chain, repeat
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from simulated_gpu import simulated
+from simulated_gpu import L2_BYTES, simulated
 
 from attnbench.harness.measure.timing import Timer
 
@@ -150,3 +151,30 @@ def test_what_a_first_call_imports_is_not_waited_for_again(monkeypatch):
     assert not taken.host_bound
     assert taken.device_ms == pytest.approx([1.0] * len(taken.device_ms), abs=0.02)
     assert len(taken.device_ms) > 3
+
+
+def test_no_sample_finds_what_the_one_before_left_in_the_l2(monkeypatch):
+    gpu = simulated(monkeypatch)
+    timed = Timer(GPU, visit=0.01, limit=0.3, patience=0.015)
+    taken = timed.take(lambda: gpu.launch(0.001))
+    assert len(gpu.written) > len(taken.device_ms) > 1
+    (size,) = set(gpu.written)
+    assert size >= 2 * L2_BYTES
+    assert f"{size} bytes written before each sample" in timed.conditions
+
+
+@pytest.mark.parametrize("device", [0.001, 0.1])
+@pytest.mark.parametrize(("first", "others", "late"), [(0.0, 0.0, 0), (0.003, 0.003, 3), (0.003, 0.0, 0)])
+def test_work_that_goes_on_behind_a_call_is_late_unless_only_the_host_once_was(
+    monkeypatch, device, first, others, late
+):
+    gpu, left = simulated(monkeypatch), chain([first], repeat(others))
+
+    def synchronize(_):
+        gpu.wait()
+        gpu.host(next(left))
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    taken = Timer(GPU, visit=0.01, limit=0.3, patience=0.015).take(lambda: gpu.launch(device))
+    assert taken.late_ms == pytest.approx(late, abs=0.01)
+    assert taken.device_ms == pytest.approx([device * 1e3] * len(taken.device_ms))

@@ -11,13 +11,18 @@ import torch
 
 _LAUNCH = 5e-6  # seconds of the host
 _CYCLES = 2e9  # a second
+L2_BYTES = 2**25
 
 
 class Gpu:
-    """The host's clock, and when the device has run all that was queued; seconds."""
+    """The host's clock, and when the device has run all that was queued; seconds.
+
+    ``written`` has the bytes of each write that only evicts the cache.
+    """
 
     def __init__(self, slow: float = 1.0) -> None:
         self.now = self.free = 0.0
+        self.written: list[int] = []
         self._launch = slow * _LAUNCH
 
     def host(self, seconds: float) -> None:
@@ -32,6 +37,15 @@ class Gpu:
     def wait(self, *_: object) -> None:
         """The host waits for the device."""
         self.now = max(self.now, self.free)
+
+    def scratch(self, size: int, **_: object) -> SimpleNamespace:
+        """A tensor of that many bytes."""
+
+        def zero() -> None:
+            self.written.append(size)
+            self.launch(4e-5)
+
+        return SimpleNamespace(zero_=zero)
 
 
 class _Event:
@@ -58,15 +72,14 @@ def simulated(monkeypatch: pytest.MonkeyPatch, slow: float = 1.0) -> Gpu:
     Its host takes ``slow`` times as long as usual to launch.
     """
     gpu = Gpu(slow)
-    scratch = SimpleNamespace(zero_=lambda: gpu.launch(4e-5))
     small = SimpleNamespace(add_=lambda _: gpu.launch(2e-6))
     replaced = {
         (torch.cuda, "Event"): lambda **_: _Event(gpu),
         (torch.cuda, "_sleep"): lambda cycles: gpu.launch(cycles / _CYCLES),
         (torch.cuda, "synchronize"): gpu.wait,
         (torch.cuda, "device"): lambda _: nullcontext(),
-        (torch.cuda, "get_device_properties"): lambda _: SimpleNamespace(L2_cache_size=2**25),
-        (torch, "empty"): lambda *_, **__: scratch,
+        (torch.cuda, "get_device_properties"): lambda _: SimpleNamespace(L2_cache_size=L2_BYTES),
+        (torch, "empty"): gpu.scratch,
         (torch, "zeros"): lambda *_, **__: small,
         (time, "perf_counter"): lambda: gpu.now,
     }
