@@ -96,6 +96,14 @@ def test_a_plan_that_only_its_host_made_slow_is_looked_at_again():
     assert {*race.timed} == {*plans}
 
 
+def test_what_failed_at_a_second_look_is_not_timed():
+    plans = [Plan("a:bf16"), Plan("b:bf16")]
+    race = Race(plans)
+    race.looks |= {plan: look(1.0, None) for plan in plans}
+    race.leave(plans[0])
+    assert race.entrants() == plans[1:]
+
+
 CASE = Case("one", AttentionSpec.make(batch=1, heads=1, seqlen_q=16, head_dim=8), ("normal", "outlier"))
 QUICK, SLOW, EXACT = (Plan.parse(name) for name in ("small:fp8", "wide:bf16", "reference:fp32"))
 
