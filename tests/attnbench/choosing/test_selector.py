@@ -102,6 +102,30 @@ def test_of_two_predictions_a_hair_apart_the_better_known_wins():
     assert (winner(0.98), winner(0.8)) == ("slow:bf16", "fast:bf16")
 
 
+@pytest.mark.parametrize(
+    ("time", "error", "wins", "counts"),
+    [(0.9, 0.08, True, 0.08), (0.9, 0.15, False, 0.15), (0.995, 0.001, False, 0.01)],
+)
+def test_a_prediction_must_lead_what_was_measured_by_its_error_and_by_one_per_cent(time, error, wins, counts):
+    known = Candidate(Plan("slow:bf16"), "eligible", time_ms=1.0, spread_ms=0.05, basis="measured")
+    guess = Candidate(Plan("fast:bf16"), "eligible", time_ms=time, basis="predicted", time_error=error)
+    ranking = Ranking(spec(), lambda plan: 0.0, None)
+    found = ranking.winner([known, guess])
+    assert (found is guess) is wins
+    margin, other = ranking.margin(found, [known, guess]), known if wins else guess
+    assert (margin.runner_up, margin.noise) == (other.plan, counts)
+    assert margin.gap == pytest.approx(other.time_ms / found.time_ms - 1)
+
+
+def test_the_lead_over_a_measured_plan_is_beside_the_noise_of_both():
+    one, other = (
+        Candidate(Plan(name), "eligible", time_ms=time, spread_ms=0.04 * time, basis="measured")
+        for name, time in (("slow:bf16", 1.0), ("fast:bf16", 2.0))
+    )
+    margin = Ranking(spec(), lambda plan: 0.0, None).margin(one, [one, other])
+    assert margin.noise == pytest.approx(0.02 * math.sqrt(2))
+
+
 def test_a_plan_that_was_measured_elsewhere_competes_where_others_were_measured():
     """A prediction that leads by more than its error beats what was measured, one that leads by less does not."""
     for time, plan in ((0.5, "fast:bf16"), (0.99, "slow:bf16")):
