@@ -40,15 +40,24 @@ def test_of_two_cases_with_one_spec_the_slower_counts_with_the_larger_errors():
     assert found.errors == {"normal": 0.06, "outlier": 0.08, "sink": 0.02}
 
 
-def test_of_two_cases_with_one_spec_the_inaccurate_counts_however_fast():
-    wrong = of_case("second", 0.5, status="inaccurate", reason="wrong", check="bias")
-    found = entry_of(of_case("first", 1.0), wrong)
-    assert (found.status, found.check, found.time_ms) == ("inaccurate", "bias", 0.5)
+def inaccurate(name, ms, check):
+    return of_case(name, ms, status="inaccurate", reason="wrong", check=check)
+
+
+@pytest.mark.parametrize("check", ["bias", "error"])
+def test_of_two_cases_with_one_spec_the_inaccurate_counts_however_fast(check):
+    found = entry_of(of_case("first", 1.0), inaccurate("second", 0.5, check))
+    assert (found.status, found.check, found.time_ms) == ("inaccurate", check, 0.5)
+
+
+def test_of_two_inaccurate_cases_with_one_spec_the_one_counts_that_no_budget_allows():
+    found = entry_of(inaccurate("first", 1.0, "error"), inaccurate("second", 0.5, "bias"))
+    assert (found.check, found.usable) == ("bias", False)
 
 
 @pytest.mark.parametrize("status", ["crashed", "oom", "timeout", "error"])
 def test_of_two_cases_with_one_spec_the_one_that_failed_counts(status):
     failed = changed(passed_over(status, "a"), case="second")
     found = entry_of(of_case("first", 1.0), failed)
-    assert (found.status, found.time_ms, found.usable) == (status, None, False)
+    assert (found.status, found.time_ms, found.errors, found.usable) == (status, None, {}, False)
     assert found.reason == failed.reason
