@@ -55,6 +55,7 @@ def changes_what_its_rows_may_not_see(probe, spec):
     reached = (torch.arange(spec.seqlen_kv) >= first) & (torch.arange(spec.seqlen_kv) <= last)
     for old, new, kept in ((before.q, after.q, rows), (before.k, after.k, reached), (before.v, after.v, reached)):
         assert torch.equal(old[:, :, kept], new[:, :, kept])
+        assert torch.equal(old.sign(), new.sign())
         assert bool((new[:, :, ~kept].abs() >= 8 * old[:, :, ~kept].abs()).all())
         assert bool(new.isfinite().all())
     assert torch.equal(

@@ -27,6 +27,7 @@ def visited(launches, power, case="a", device=0.001, plan="sdpa-flash:bf16"):
 
 
 SLOWS = [0.005, 0.01, 0.02, 0.04]
+SLOW_AND_ONE = [*SLOWS, 0.01]
 
 
 @pytest.mark.parametrize("power", [0.8, 1.0, 1.5])
@@ -38,6 +39,27 @@ def test_the_power_is_found_and_calls_of_fast_and_slow_visits_agree(power):
     calls = speed.calls(rows[0])
     assert max(calls) / min(calls) < 1.1
     assert median(calls) == pytest.approx(0.1 * (median(SLOWS) / 0.01) ** power, rel=0.1)
+
+
+@pytest.mark.parametrize(("power", "taken"), [(0.0, 0.5), (4.0, 2.0)])
+def test_a_power_that_no_host_has_is_not_believed(power, taken):
+    rows = [visited(SLOWS, power, case) for case in "abcdefgh"]
+    assert HostSpeed(rows).power(rows[0].plan, rows[0].spec.direction) == taken
+
+
+def test_a_row_that_was_measured_at_the_usual_speed_names_no_scale_and_counts():
+    given = changed(visited([0.01] * 3, 1.0), host_scale=[])
+    (entry,) = condense([given])
+    assert (entry.host_ms, entry.device_ms) == pytest.approx((0.1, 0.001))
+    calls = HostSpeed([given, visited([0.02] * 5, 1.0, "b")]).calls(given)
+    assert calls == pytest.approx([0.2] * len(calls))
+
+
+@pytest.mark.parametrize("odd", [{"launch_ms": SLOW_AND_ONE}, {"host_scale": [1.0]}, {"host_ms": [0.1]}])
+def test_a_row_whose_visits_do_not_fit_together_is_one_without_the_hosts_speed(odd):
+    given = changed(visited(SLOWS, 1.0), **odd)
+    assert HostSpeed([given]).usual_ms is None
+    assert condense([given])[0].host_ms is None
 
 
 @pytest.mark.parametrize("device", [0.001, 9.0])

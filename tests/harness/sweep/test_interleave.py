@@ -120,7 +120,9 @@ def test_visits_that_do_not_agree_are_not_enough_however_alike_their_samples_are
 def test_replays_are_never_mixed_with_calls_and_the_rest_adds_up():
     samples = Samples()
     for start, replayed in enumerate([(), (), ("kernel",), ("kernel",)]):
-        samples.add(Visit({"kernel": [1.0 + start], "call": [9.0]}, [8.0], (start, start + 0.5), replayed, 4.0 - start))
+        samples.add(
+            Visit({"kernel": [1.0 + start], "call": [9.0]}, [8.0], (start, start + 0.5), replayed, 1.0 + abs(2 - start))
+        )
     assert samples.time_ms == {"kernel": [3.0, 4.0], "call": [9.0] * 4}
     assert samples.visits == {"kernel": [1, 1], "call": [1] * 4}
     assert (samples.host_ms, samples.seconds, samples.late_ms, samples.replayed) == ([8.0] * 4, 2.0, 1.0, ("kernel",))
