@@ -2,11 +2,14 @@
 
 import math
 import random
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from compared import results, row
 from scripted_sides import Sides
 
+from attnbench.harness.compare.gate import gate
 from attnbench.harness.compare.gate.gate import Gate
 from attnbench.harness.compare.gate.outcome import minutes_needed, outcomes
 from attnbench.harness.compare.gate.series import LOOKS, MOST_GENERATIONS, GateRow, Series
@@ -100,6 +103,17 @@ def test_when_time_is_over_what_is_open_is_not_certain_and_says_how_much_more_it
     assert minutes_needed(gated) > 0
 
 
+def test_rows_that_wait_for_others_have_their_share_of_the_time(monkeypatch):
+    """More rows than are measured side by side; a visit takes a second, and none decides anything."""
+    sides, gated = Sides(lambda *_: sides.rng.uniform(0, 9)), rows(40)
+    clock = SimpleNamespace(monotonic=lambda: float(sum(sides.visits.values())))
+    monkeypatch.setattr(gate, "time", clock)
+    run(sides, gated, seconds=40 * 80)
+    first, then = (sum(sides.visits[number] for number in part) for part in (range(24), range(24, 40)))
+    assert (first, then) == (pytest.approx(24 * 80, rel=0.1), pytest.approx(16 * 80, rel=0.1))
+    assert first + then <= 40 * 80 + 8
+
+
 def test_no_time_is_promised_where_processes_lie_too_far_apart():
     sides = Sides(base=0.005)
     gated = rows(1, ("prepared",), "cuda")
@@ -167,6 +181,27 @@ def test_beside_the_anchor_base_is_its_recorded_rounds(shift, finding):
     run(sides, gated)
     assert gated[0].series["prepared"].finding == finding
     assert judged(gated).outcomes[0].costs["prepared"].ratio == pytest.approx(1 + shift, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("new", "base", "apart", "rounds"),
+    [(0.02, 0.001, 0.0, (5, 40)), (0.001, 0.02, 0.0, (40, 5)), (0.001, 0.001, 0.02, (40, 40))],
+    ids=["NEW", "BASE", "runs"],
+)
+def test_beside_the_anchor_the_error_covers_the_truth(new, base, apart, rounds):
+    """Whichever varies most: NEW's few rounds, BASE's, or what lies between the two runs."""
+    rng = np.random.default_rng(5)
+
+    def estimate():
+        found = Series("prepared", 0.05, "cuda", [rng.normal(rng.normal(0, 0.002), base, rounds[1]).tolist()], apart)
+        shift = math.exp(rng.normal(0, math.hypot(0.002, apart)))
+        found.renew()
+        for each in rng.lognormal(0, new, rounds[0]):
+            found.add({"BASE": [100.0], "NEW": [100.0 * shift * each]})
+        return found.estimate
+
+    estimates = [estimate() for _ in range(1000)]
+    assert 0.01 < np.mean([each.shift > each.reach(0.95) for each in estimates]) < 0.08
 
 
 def test_beside_the_anchor_a_row_without_recorded_rounds_is_not_certain():
