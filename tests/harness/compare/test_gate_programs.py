@@ -1,6 +1,7 @@
 """The gate with real processes of two environments on this machine, of which NEW's kernels are slowed on purpose."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from scripted_sides import Sides
 from stations import Shop
 
 from attnbench.harness.compare.gate import run as gating
-from attnbench.harness.compare.gate.rounds import ROUNDS
+from attnbench.harness.compare.gate.rounds import ROUNDS, Rounds, rounds_text
 from attnbench.harness.compare.gate.run import run_gate
 from attnbench.harness.compare.terms import Limits, Terms
 from attnbench.harness.results.records import read_measurements
@@ -60,6 +61,43 @@ def test_a_gate_looks_at_a_row_visits_both_sides_and_keeps_the_rounds(base, tmp_
     assert list(read_measurements(folder / MEASUREMENTS)) == list(found.new.values())
     assert {(each.case, each.against) for each in found.rounds} == {("shorter", "BASE")}
     assert said[:2] == ["BASE and NEW", "a first look at 1 rows"]
+
+
+# How far visits vary, the limit, BASE's recorded generations if its environment is not there, minutes; what is said.
+WIDE, NARROW, RECORDED = 0.5, 0.004, [[0.0, 0.001] * 5] * 2
+ADVICE = {
+    "noise": (0.9, 0.05, None, 5.0, r"about 1 more minute would settle it \(--minutes 6\)"),
+    "no time": (0.0, WIDE, None, 1e-9, r"the time was over before each row had been visited: --minutes 2e-09, or .*"),
+    "processes far apart": (0.0, NARROW, None, 5.0, "more time would not settle it: processes of the same code .*"),
+    "runs far apart": (0.0, 0.05, RECORDED, 5.0, "beside the anchor no time would settle it: --base-python .*"),
+    "no rounds of BASE": (0.0, WIDE, [], 5.0, "BASE has no rounds of an earlier gate: --base-python .*"),
+}
+
+
+@pytest.mark.parametrize(("noise", "limit", "recorded", "minutes", "advice"), ADVICE.values(), ids=ADVICE)
+def test_a_gate_that_is_not_certain_says_what_would_make_it_certain(
+    tmp_path, monkeypatch, noise, limit, recorded, minutes, advice
+):
+    Shop(monkeypatch)
+    sides = Sides(lambda *_: noise * sides.rng.uniform(-1, 1))
+    monkeypatch.setattr(gating, "Sides", lambda *_: sides)
+    base = written(tmp_path / "base", [measured()])
+    if recorded:
+        own = Rounds(
+            case="tiny",
+            plan=PLAN,
+            cost="call",
+            against="anchor",
+            generations=recorded,
+            times_ms={"BASE": [1.0], "NEW": [1.0]},
+            finding="open",
+        )
+        (base / ROUNDS).write_text(rounds_text([own]))
+    old = Path(sys.executable) if recorded is None else None
+    terms = Terms(limits=Limits(time=limit))
+    found = run_gate(base, tmp_path / "new", terms, torch.device("cpu"), old, minutes, say=lambda _: None)
+    assert found.regression.exit_code == 4
+    assert re.fullmatch(advice, found.regression.advice)
 
 
 @pytest.mark.exhaustive
