@@ -74,13 +74,16 @@ def combined(generations: Sequence[Sequence[float]], floor: float) -> Estimate |
 
 
 def _between(shifts: npt.NDArray[np.float64], own: npt.NDArray[np.float64]) -> float:
-    """The variance between generations beyond what their own errors explain; 0 for one generation."""
+    """The variance between generations beyond what their own errors explain, below 0 if they explain more than all.
+
+    0 for one generation.
+    """
     if shifts.size < 2:
         return 0.0
     weights = 1 / np.maximum(own, 1e-12)
     mean = (weights * shifts).sum() / weights.sum()
     excess = float((weights * (shifts - mean) ** 2).sum()) - (shifts.size - 1)
-    return max(0.0, excess / float(weights.sum() - (weights**2).sum() / weights.sum()))
+    return excess / float(weights.sum() - (weights**2).sum() / weights.sum())
 
 
 def suspected(estimate: Estimate, limit: float) -> bool:

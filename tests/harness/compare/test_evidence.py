@@ -34,16 +34,22 @@ def share(events):
     return float(stats.beta.ppf(0.999, sum(events) + 1, max(1, len(events) - sum(events))))
 
 
-@given(rounds, st.floats(-50, 50), st.integers(0, 39))
-def test_no_single_round_moves_the_estimate_beyond_the_others(values, wild, place):
-    others = [each for number, each in enumerate(values) if number != place % len(values)]
-    found = of_generation([*others, wild])
-    assert min(others) - 1e-12 <= found.shift <= max(others) + 1e-12
+@given(rounds, st.lists(st.floats(-50, 50), min_size=10, max_size=10))
+def test_a_fifth_of_the_rounds_does_not_move_the_estimate_beyond_the_others(values, wild):
+    found = of_generation([*values, *wild[: len(values) // 4]])
+    assert min(values) - 1e-12 <= found.shift <= max(values) + 1e-12
 
 
-def test_processes_that_lie_apart_are_less_certain_than_their_own_rounds():
-    near = combined([[0.0, 0.001] * 10, [0.0, 0.001] * 10], FLOOR)
-    apart = combined([[0.0, 0.001] * 10, [0.1, 0.101] * 10], FLOOR)
+@given(st.lists(st.integers(-9, 9), max_size=FEWEST + 2, unique=True))
+def test_rounds_that_differ_are_never_certain(values):
+    found = of_generation(values)
+    assert found is None or found.deviation > 0
+
+
+@pytest.mark.parametrize("step", [0.001, 0.0], ids=["", "no spread"])
+def test_processes_that_lie_apart_are_less_certain_than_their_own_rounds(step):
+    near = combined([[0.0, step] * 10, [0.0, step] * 10], FLOOR)
+    apart = combined([[0.0, step] * 10, [0.1, 0.1 + step] * 10], FLOOR)
     assert apart.shift == pytest.approx(0.05, abs=1e-3)
     assert apart.deviation > 0.04 > 10 * near.deviation
     assert not slower(apart, 0.03)
@@ -55,7 +61,7 @@ def test_the_error_covers_the_truth(spread, length):
     rng = np.random.default_rng(1)
     estimates = [combined(generations(rng, spread=spread, length=length), FLOOR) for _ in range(RUNS)]
     beyond = np.mean([each.shift > each.reach(0.95) for each in estimates])
-    assert 0.005 < beyond < 0.08
+    assert 0.03 < beyond < 0.08
 
 
 def test_a_slow_down_of_the_limit_is_excluded_one_time_in_twenty_at_most():
@@ -70,13 +76,20 @@ def test_a_slow_down_of_the_limit_is_excluded_one_time_in_twenty_at_most():
     )
 
 
-def test_what_is_called_visible_is_not_excluded_nineteen_times_of_twenty():
-    """Where it is the limit itself: of rounds that vary so much that half of the rows could show it."""
+def test_a_limit_that_is_visible_is_decided_nineteen_times_of_twenty_and_wrongly_once_in_a_hundred():
     rng = np.random.default_rng(4)
-    estimates = [combined(generations(rng, count=1), FLOOR) for _ in range(RUNS)]
-    limit = float(np.median([visible(each) for each in estimates]))
-    seen = [each._replace(shift=each.shift + math.log1p(limit)) for each in estimates if visible(each) <= limit]
-    assert share(unchanged(each, limit, confirmed=False) for each in seen) < 0.05
+    estimates = [combined(generations(rng), FLOOR) for _ in range(RUNS)]
+    limits = [visible(each) + 1e-9 for each in estimates]
+    slow = [each._replace(shift=each.shift + math.log1p(visible(each))) for each in estimates]
+    assert np.mean([unchanged(*each, confirmed=True) for each in zip(estimates, limits, strict=True)]) > 0.95
+    assert share(unchanged(*each, confirmed=True) for each in zip(slow, limits, strict=True)) < 0.01
+
+
+def test_of_unchanged_rows_few_are_suspected_and_none_is_slower_whatever_the_limit():
+    rng = np.random.default_rng(6)
+    estimates = [combined(generations(rng), FLOOR) for _ in range(RUNS)]
+    assert share(slower(each, 1e-6) for each in estimates) < 0.01
+    assert share(suspected(each, 1e-6) for each in estimates) < 0.1
 
 
 @given(st.floats(-0.2, 0.2), st.floats(1e-4, 0.2), st.floats(1, 100), st.floats(0.001, 10))

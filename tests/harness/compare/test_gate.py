@@ -58,17 +58,25 @@ def test_an_unchanged_row_is_excluded_with_few_rounds_in_one_process():
     assert all(0 < each.visible < 0.05 for each in found.outcomes)
 
 
-def test_a_slow_down_is_found_once_other_processes_show_it_too():
-    sides, gated = Sides(lambda side, number, *_: 0.1 * (side == "NEW" and number == 1)), rows(3)
+@pytest.mark.parametrize("size", [0.1, 0.045])
+def test_a_slow_down_is_found_once_other_processes_show_it_too(size):
+    sides, gated = Sides(lambda side, number, *_: size * (side == "NEW" and number == 1)), rows(3)
     said = run(sides, gated)
     assert [each.series["call"].finding for each in gated] == ["same", "slower", "same"]
     assert sides.generation == 1
-    assert sides.visits[0] < sides.visits[1]
+    assert sides.visits[0] < sides.visits[1] <= 2 * 8 * (1 + LOOKS[1])
     assert any("again" in line for line in said)
     found = judged(gated)
     assert found.exit_code == 1
     (slow,) = [each for each in found.outcomes if each.regressed]
-    assert slow.costs["call"].ratio == pytest.approx(1.1, abs=0.01)
+    assert slow.costs["call"].ratio == pytest.approx(1 + size, abs=0.01)
+
+
+def test_what_takes_a_third_of_the_limit_longer_is_excluded_in_other_processes_too():
+    """One pair of processes may hide the rest."""
+    sides, gated = Sides(lambda side, *_: 0.017 * (side == "NEW")), rows()
+    run(sides, gated)
+    assert (gated[0].series["call"].finding, sides.generation) == ("same", 1)
 
 
 def test_what_one_pair_of_processes_alone_shows_is_no_slow_down():
