@@ -56,6 +56,7 @@ def test_a_graph_on_one_side_alone_makes_no_other_time_less_certain():
     new = [changed(slowed(each, 0.5, others), replayed=others) for each in base.values()]
     found = compare_results(base, results(slowed(new[0], 1.15), *new[1:]), WIDE)
     assert [each.costs["call"].verdict for each in found.outcomes] == ["slower"] + ["same"] * (ROWS - 1)
+    assert {each.costs[cost].verdict for each in found.outcomes for cost in others} == {"uncertain"}
 
 
 def test_hosts_that_are_far_apart_make_no_time_of_the_device_less_certain():

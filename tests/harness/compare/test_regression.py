@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from compared import HERE, WIDE, passed_over, results, row, slowed, times
+from flat import changed
 
 from attnbench.errors import MisuseError
 from attnbench.harness.compare.pairs import rows_of
@@ -112,20 +113,34 @@ def test_a_cost_of_one_visit_or_three_samples_needs_another_that_says_the_same(v
     assert verdict_of(few(1.0, 1.3), few(1.0, 2.6))[0].costs["call"].verdict == "slower"
     outcome, code = verdict_of(few(1.0, 1.3), few(2.0, 1.3))
     assert (outcome.verdict, outcome.suspect, code) == ("uncertain", True, 4)
+    many = row(time_ms={"kernel": [1.0] * 40, "call": [1.3] * 40})
+    assert {verdict_of(many, few(2.0, 1.3))[0].verdict, verdict_of(few(0.5, 1.3), many)[0].verdict} == {"uncertain"}
     alone = verdict_of(few(1.0, 1.3), few(2.0, 2.6), Terms(WIDE.limits, costs=("kernel",)))[0]
     assert (alone.verdict, np.isinf(alone.visible)) == (("uncertain", True) if visits == [3] else ("slower", False))
 
 
 @pytest.mark.parametrize(
     ("costs", "limit", "verdict"),
-    [(("call", "kernel"), 0.03, "slower"), (("call",), 0.03, "uncertain"), (("call", "kernel"), 2.0, "same")],
+    [
+        (("call", "kernel"), 0.03, "slower"),
+        (("call",), 0.03, "uncertain"),
+        (("call", "kernel"), 0.8, "uncertain"),  # they lie apart by less than half of it
+        (("call", "kernel"), 2.0, "same"),
+    ],
 )
 def test_two_costs_that_lie_wholly_apart_by_far_are_slower_though_visits_found_two_clocks(costs, limit, verdict):
     """One row of `inference` is like that."""
     before = row(time_ms={cost: [1.0] * 5 + [1.12] * 5 for cost in ("kernel", "call")})
     others = [row(f"other {number}", seed=number) for number in range(300)]
     base, new = results(before, *others), results(slowed(before, 1.5, costs), *others)
-    assert compare_results(base, new, Terms(Limits(time=limit))).outcomes[0].verdict == verdict
+    terms = Terms(Limits(time=limit))
+    assert compare_results(base, new, terms).outcomes[0].verdict == verdict
+    assert compare_results(new, base, terms).outcomes[0].verdict == ("faster" if verdict == "slower" else verdict)
+
+
+def test_two_costs_of_which_half_the_visits_are_as_they_were_are_not_slower():
+    one, two = ({cost: [1.0] * 5 + [longer] * 5 for cost in ("kernel", "call")} for longer in (1.02, 2.0))
+    assert verdict_of(row(time_ms=one), row(time_ms=two))[0].verdict == "uncertain"
 
 
 @pytest.mark.parametrize(("ratio", "rows"), [(1.1, 30), (3.0, 1)])
@@ -155,6 +170,10 @@ def test_what_a_host_decides_has_its_own_limit():
         assert outcome.costs["call"].limit == (1.0 if decided else 0.1)
         assert outcome.verdict == ("uncertain" if decided else "slower")
         assert outcome.visible == max(each.visible for each in outcome.costs.values() if not each.host)
+    for before, after in ((waits, ahead), (ahead, waits)):
+        assert verdict_of(row(host_ms=before), row(host_ms=after))[0].costs["call"].host, "on one side is enough"
+    longer = slowed(row(seed=1, host_ms=[2 * each for each in waits]), 2.0, ["call"])
+    assert verdict_of(row(host_ms=waits), longer, Terms(costs=("call", "host")))[0].verdict == "uncertain"
     wide = Terms(Limits(time=0.1, host=10.0))
     assert verdict_of(row(host_ms=waits), row(seed=1, host_ms=waits), wide)[1] == 0
 
@@ -224,7 +243,30 @@ def test_ratios_to_a_baseline_compare_unlike_machines():
     found = compare_results(base, new, Terms(WIDE.limits, relative_to=(FLASH,)))
     assert [each.verdict for each in found.outcomes] == ["slower", "same", "baseline"]
     assert found.outcomes[0].costs["kernel"].ratio == pytest.approx(1.2, rel=0.01)
+    assert not any(" ms" in each for each in found.outcomes[0].reasons)
     assert found.exit_code == 1
+
+
+@pytest.mark.parametrize("plan", ["fa3:fp8", str(FLASH)])
+@pytest.mark.parametrize("side", [0, 1])
+def test_samples_that_scatter_or_were_replayed_as_a_graph_make_a_ratio_less_certain(plan, side):
+    """On any side and of either plan, though the medians of visits are the same."""
+
+    def visible(**changes):
+        sides = [[row(plan="fa3:fp8"), row(plan=str(FLASH))] for _ in range(2)]
+        sides[side] = [changed(each, **changes) if str(each.plan) == plan else each for each in sides[side]]
+        found = compare_results(*(results(*each) for each in sides), Terms(WIDE.limits, relative_to=(FLASH,)))
+        return found.outcomes[0].costs["kernel"].visible
+
+    scattered = {cost: [median * each for median in samples[2::5] for each in (0.6, 0.8, 1.0, 1.2, 1.4)]
+                 for cost, samples in row().time_ms.items()}  # fmt: skip
+    assert visible() < 0.1 < visible(time_ms=scattered) < visible(replayed=["kernel"]) == np.inf
+
+
+def test_a_cost_that_one_side_lacks_is_not_compared():
+    both = {cost: times(0)[cost] for cost in ("kernel", "call")}
+    for before, after in ((times(1), both), (both, times(1))):
+        assert list(verdict_of(row(time_ms=before), row(time_ms=after))[0].costs) == ["kernel", "call"]
 
 
 def test_a_case_without_the_baseline_cannot_be_compared_by_it():
