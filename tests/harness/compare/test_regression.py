@@ -6,11 +6,15 @@ import numpy as np
 import pytest
 from compared import HERE, WIDE, passed_over, results, row, slowed, times
 from flat import changed
+from hypothesis import given
+from hypothesis import strategies as st
 
 from attnbench.errors import MisuseError
 from attnbench.harness.compare.pairs import rows_of
 from attnbench.harness.compare.regression import compare_results
+from attnbench.harness.compare.sentences import share
 from attnbench.harness.compare.terms import Limits, Terms, Threshold, percentage
+from attnbench.harness.compare.text import conclusion
 from attnbench.harness.measure.clocks import Conditions, Range
 from attnbench.kernels.plan import Plan
 from attnbench.problem.spec import AttentionSpec
@@ -52,6 +56,7 @@ OTHER_SPEC = {"spec": AttentionSpec.make(batch=9, heads=2, seqlen_q=65, head_dim
 # What is said of BASE's row and NEW's, each changed so: terms, verdict, exit code and a reason.
 VERDICTS: dict[str, tuple[dict, dict, Terms, str, int, str]] = {
     "1.2 times as long": ({}, {"time_ms": times(1, ratio=1.2)}, WIDE, "slower", 1, "kernel +"),
+    "twelve times as long": ({}, {"time_ms": times(1, ratio=12)}, WIDE, "slower", 1, "kernel 12"),
     "as a threshold allows": ({}, {"time_ms": times(1, ratio=1.2)}, threshold(time=1.0), "same", 0, ""),
     "less than can be seen": ({}, {}, threshold(time=0.01), "uncertain", 4, ""),
     "on another clock": (on(1980), {**on(1700), "time_ms": times(1, ratio=1.16)}, WIDE, "slower", 1,
@@ -94,6 +99,27 @@ def test_what_is_said_of_a_row(before, after, terms, verdict, code, reason):
     outcome, exit_code = verdict_of(row(**before), row(seed=1, **after), terms)
     assert (outcome.verdict, exit_code) == (verdict, code)
     assert not reason or any(each.startswith(reason) for each in outcome.reasons)
+
+
+def test_a_clock_that_hardly_changed_is_not_said():
+    outcome, _ = verdict_of(row(**on(1980)), row(**on(1975), time_ms=times(1, ratio=1.2)))
+    assert outcome.verdict == "slower"
+    assert "clock" not in "".join(outcome.reasons)
+
+
+@given(st.integers(1, 9998))
+def test_what_is_visible_is_rounded_up_to_a_tenth_of_a_percent(tenths):
+    """So that a slow-down of what is said would have been found."""
+    assert share(tenths / 1000) == f"{tenths / 10:g}%"
+    assert share((tenths + 0.3) / 1000) == f"{(tenths + 1) / 10:g}%"
+
+
+def test_where_nothing_could_have_been_seen_no_limit_is_offered():
+    found = compare_results(results(row()), results(row(replayed=["kernel"])), Terms(costs=("kernel",)))
+    assert conclusion(found) == (
+        "not certain: 1 of 1 rows could not have shown a slow-down of 3% (over 1000% would have been found); "
+        + found.advice
+    )
 
 
 @pytest.mark.parametrize("status", ["crashed", "oom"])
