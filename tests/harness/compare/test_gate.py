@@ -12,7 +12,7 @@ from scripted_sides import Sides
 from attnbench.harness.compare.gate import gate
 from attnbench.harness.compare.gate.gate import Gate
 from attnbench.harness.compare.gate.outcome import minutes_needed, outcomes
-from attnbench.harness.compare.gate.series import LOOKS, MOST_GENERATIONS, GateRow, Series
+from attnbench.harness.compare.gate.series import LOOKS, MOST_GENERATIONS, GateRow, Series, floor_of
 from attnbench.harness.compare.gate.sides import Question
 from attnbench.harness.compare.terms import Limits, Terms
 from attnbench.harness.sweep.worker_process import LostError
@@ -95,6 +95,30 @@ def test_a_side_is_its_quickest_visit():
     assert gated[0].series["call"].finding == "same"
 
 
+def test_a_host_is_not_its_quickest_visit():
+    """One of four visits of BASE had a core that is twice as fast."""
+    sides = Sides(lambda side, number, cost, *_: -0.5 * (cost == "host" and sides.visits[number] % 8 == 4))
+    gated = rows(1, ("prepared", "host"), "cuda")
+    run(sides, gated)
+    assert gated[0].series["host"].finding == "same"
+
+
+def test_a_cost_that_is_decided_is_not_visited_for_another_that_is_not():
+    sides = Sides(lambda side, number, cost, _: (cost == "backward") * sides.rng.uniform(-0.9, 0.9))
+    gated = rows(1, ("prepared", "backward"), "cuda")
+    run(sides, gated)
+    assert [each.finding for each in gated[0].series.values()] == ["same", "open"]
+    assert sides.costs["prepared"] <= 8 * (1 + LOOKS[1]) < sides.costs["backward"]
+
+
+@pytest.mark.parametrize(
+    ("ms", "device_type", "apart"),
+    [(1.0, "cuda", 0.003), (0.032, "cuda", 0.02), (0.016, "cuda", 0.04), (50, "cpu", 0.005)],
+)
+def test_processes_of_the_same_code_are_taken_to_be_about_as_far_apart_as_was_seen(ms, device_type, apart):
+    assert apart / 2 < 1.64 * floor_of("prepared", ms, device_type) < 2 * apart
+
+
 def test_when_time_is_over_what_is_open_is_not_certain_and_says_how_much_more_it_needs():
     gated = rows(2)
     run(Sides(), gated, seconds=0.0)
@@ -168,7 +192,7 @@ def test_what_had_no_memory_beside_others_is_measured_alone():
 
 @pytest.mark.parametrize(
     ("host", "recorded", "kept"),
-    [(0.2, None, False), (0.7, None, True), (0.9, None, True), (0.7, [], False), (1.3, [], True)],
+    [(0.45, None, False), (0.55, None, True), (0.9, [], False), (1.1, [], True)],
 )
 def test_the_host_is_gated_where_the_device_may_wait_for_it(host, recorded, kept):
     """Where BASE has no rounds of it, it was idle there, and has to take twice as much to count."""
