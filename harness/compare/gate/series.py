@@ -94,7 +94,7 @@ class Series:
     def look(self, *, last: bool = False) -> None:
         """Decide the cost, or settle it for this generation, after a number of rounds in LOOKS or if ``last``."""
         rounds = self.generations[-1]
-        if self.settled or (len(rounds) not in LOOKS and not last):
+        if len(rounds) not in LOOKS and not last:
             return
         alone, together = self._against_base(combined([rounds], self.floor)), self.estimate
         confirmed = len(self.generations) > 1

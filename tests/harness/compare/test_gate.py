@@ -88,6 +88,28 @@ def test_what_one_pair_of_processes_alone_shows_is_no_slow_down():
     assert judged(gated).exit_code != 1
 
 
+def test_a_pair_of_processes_that_shows_nothing_does_not_confirm_what_another_showed():
+    """6 % in the first pair; in the others 10 % less and more by turns, which has little weight beside that."""
+
+    def longer(side, number, cost, generation):
+        odd = (sides.visits[number] - 1) // 8 % 2
+        return (side == "NEW") * (0.06 if generation == 0 else 0.1 if odd else -0.1)
+
+    sides, gated = Sides(longer), rows()
+    run(sides, gated)
+    assert sides.generation > 0
+    assert gated[0].series["call"].finding != "slower"
+
+
+@pytest.mark.parametrize(("size", "rounds", "finding"), [(0.0, 7, "same"), (1.0, 6 + 3, "open")])
+def test_when_time_is_over_the_rounds_that_were_made_decide(monkeypatch, size, rounds, finding):
+    """Of each pair of processes the first is a warm-up; two others of a second pair confirm nothing."""
+    sides, gated = Sides(lambda side, *_: size * (side == "NEW")), rows()
+    monkeypatch.setattr(gate, "time", SimpleNamespace(monotonic=lambda: float(sides.visits[0])))
+    run(sides, gated, seconds=8 * rounds)
+    assert (sides.visits[0], gated[0].series["call"].finding) == (8 * rounds, finding)
+
+
 def test_a_side_is_its_quickest_visit():
     """Three of four visits of NEW were held up."""
     sides, gated = Sides(lambda side, number, *_: 0.5 * (side == "NEW" and sides.visits[number] % 8 != 2)), rows()
@@ -129,6 +151,7 @@ def test_when_time_is_over_what_is_open_is_not_certain_and_says_how_much_more_it
     gated = rows(2)
     run(noisy, gated)
     assert {each.series["call"].finding for each in gated} == {"open"}
+    assert set(noisy.visits.values()) == {8 * MOST_GENERATIONS * (1 + LOOKS[-1])}, "more rounds help"
     found = judged(gated)
     assert found.exit_code == 4
     assert found.outcomes[0].visible > 0.05

@@ -154,6 +154,13 @@ def test_a_cost_of_one_visit_or_three_samples_needs_another_that_says_the_same(v
     assert (alone.verdict, np.isinf(alone.visible)) == (("uncertain", True) if single else ("slower", False))
 
 
+def test_a_cost_of_one_visit_is_the_same_only_where_another_could_have_shown_its_limit():
+    for spread, verdict in ((0.003, "same"), (0.3, "uncertain")):
+        taken = {"kernel": [1.0] * 40, "call": times(0, spread=spread)["call"]}
+        single = row(time_ms=taken, visits={"kernel": [40], "call": [5] * 8})
+        assert verdict_of(single, single)[0].costs["kernel"].verdict == verdict
+
+
 @pytest.mark.parametrize(
     ("costs", "limit", "verdict"),
     [
