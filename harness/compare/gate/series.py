@@ -108,7 +108,7 @@ class Series:
             self.finding, self.settled = ("slower", True) if shown else (self.finding, self.settled)
         # If the remaining uncertainty lies between processes, only other processes can reduce it.
         between = self._lowest_visible(len(self.generations)) > self.limit
-        self.settled |= len(rounds) >= LOOKS[-1] or ((between or self.unknown) and len(rounds) >= LOOKS[2])
+        self.settled |= (between or self.unknown) and len(rounds) >= LOOKS[2]
 
     @property
     def floor_is_too_high(self) -> bool:

@@ -89,6 +89,7 @@ VERDICTS: dict[str, tuple[dict, dict, Terms, str, int, str]] = {
     "less than an allocator's block": (*memory(1000, MIB), STEADY, "same", 0, ""),
     "none at all": (*memory(0, 0), STEADY, "same", 0, ""),
     "a base that did not say": (*memory(None, 9 * MIB), STEADY, "same", 0, ""),
+    "a row that no longer says": (*memory(9 * MIB, None), STEADY, "same", 0, ""),
     "memory that a threshold allows": (*memory(100 * MIB, 140 * MIB), threshold(memory=0.5), "same", 0, ""),
     "more memory than it allows": (*memory(100 * MIB, 160 * MIB), threshold(memory=0.5), "larger", 1, ""),
 }  # fmt: skip
