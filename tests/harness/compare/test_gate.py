@@ -169,6 +169,13 @@ def test_rows_that_wait_for_others_have_their_share_of_the_time(monkeypatch):
     assert first + then <= 40 * 80 + 8
 
 
+def test_time_is_promised_where_several_pairs_of_processes_can_show_what_one_cannot():
+    sides, gated = Sides(lambda *_: sides.rng.gauss(0, 0.3)), rows()
+    gated[0].series["call"] = Series("call", 0.015, "cpu")
+    run(sides, gated)
+    assert minutes_needed(gated) > 0
+
+
 def test_no_time_is_promised_where_processes_lie_too_far_apart():
     sides = Sides(base=0.005)
     gated = rows(1, ("prepared",), "cuda")
