@@ -204,6 +204,7 @@ def test_a_row_that_dies_on_the_way_is_lost_too():
     sides, gated = Sides(dies), rows(1)
     run(sides, gated)
     assert judged(gated).outcomes[0].verdict == "failed"
+    assert (sides.visits[0], sides.generation) == (21, 0), "it is not visited again"
 
 
 def test_what_had_no_memory_beside_others_is_measured_alone():

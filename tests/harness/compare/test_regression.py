@@ -317,6 +317,18 @@ def test_a_cost_that_one_side_lacks_is_not_compared():
     assert (outcome.verdict, outcome.reasons, code) == ("uncertain", ("they have no times that can be compared",), 4)
 
 
+def test_of_two_baselines_the_first_that_was_measured_counts():
+    other = Plan("fa4:bf16")
+    rows = results(row(), row(plan=str(other)), row(plan=str(FLASH)))
+    found = compare_results(rows, rows, Terms(WIDE.limits, relative_to=(Plan("fa3:fp8"), other)))
+    assert [each.verdict for each in found.outcomes] == ["baseline", "same", "same"]
+
+
+def test_a_case_whose_sequences_have_other_lengths_is_not_compared():
+    outcome, code = verdict_of(row(), changed(row(), lengths=(1, 2)))
+    assert (outcome.reasons, code) == (("the sequences of the case have other lengths",), 3)
+
+
 def test_a_case_without_the_baseline_cannot_be_compared_by_it():
     base, new = results(row(), row("b"), row("b", str(FLASH))), results(row(), row("b"), row("b", str(FLASH)))
     found = compare_results(base, new, Terms(WIDE.limits, relative_to=(FLASH,)))
