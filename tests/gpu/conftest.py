@@ -7,7 +7,7 @@ from pathlib import Path
 import dense
 import pytest
 import torch
-from sweep import visible
+from agreement_sweep import visible
 
 _HERE = Path(__file__).parent
 _SKIP = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU")

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 import torch
-from guarded import NAME, plant
+from guard_faults import NAME, plant
 from torch import Tensor
 
 from attnbench import AttentionSpec, Mask, attention, explain, guard

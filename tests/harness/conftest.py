@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from stations import Shop
+from scripted_workers import Shop
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import yaml
-from pages import command_of, commands
 from places import ROOT
+from shell_commands import command_of, commands
 
 from attnbench.harness.cases.file import read_cases
 from attnbench.harness.compare.pytest_plugin.plugin import pytest_addoption

@@ -17,8 +17,8 @@ import pytest
 from figures import page_of
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
-from pages import command_of, commands
 from places import ROOT
+from shell_commands import command_of, commands
 
 from attnbench.choosing.candidate import Basis
 from attnbench.harness.cases.inputs import FAMILIES

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from figures_coverage import HEADERS, coverage_rows
 from places import ROOT
-from submitted import H200, honest
+from submission_rows import H200, honest
 
 from attnbench.harness.results.condense import join_sweeps
 from attnbench.tables.environment import Environment

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import figures
 import pytest
-from figure_truths import HELD
+from documented_figures import HELD
 from markdown_it import MarkdownIt
 from places import ROOT
 

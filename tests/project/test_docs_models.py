@@ -6,7 +6,7 @@ from pathlib import Path
 
 from figures_models import model_tables
 from markdown_it import MarkdownIt
-from reported import GPU, elsewhere, later, lost, row
+from report_rows import GPU, elsewhere, later, lost, row
 
 from attnbench.harness.cases.models import model_layers
 from attnbench.harness.results.records import Measurement

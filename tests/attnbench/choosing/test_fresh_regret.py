@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 from command_line import attnbench, fails
 from fakes import FakeForward, an_environment, fake_backend, fake_registry
-from lawful import KNOWN, LAWS, MASKS, lawful, spec
+from formula_tables import KNOWN, LAWS, MASKS, lawful, spec
 
 from attnbench import Plan
 from attnbench.choosing.fresh_regret import contenders, fresh_scores, summary_of

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 from command_line import attnbench
 from fakes import an_environment
-from lawful import KNOWN, LAWS, LENGTHS, entry, lawful, spec
+from formula_tables import KNOWN, LAWS, LENGTHS, entry, lawful, spec
 from places import ROOT
 
 from attnbench import AttentionSpec, Mask, Plan

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import SHAPE, attnbench, process
-from merged import part, row
+from sweep_parts import part, row
 
 from attnbench import AttentionSpec, Plan, explain
 from attnbench.cli.backends import describe_backend

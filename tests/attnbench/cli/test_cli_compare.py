@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from command_line import expect
 from compared import row, slowed, times, written
-from flat import changed
+from row_facts import changed
 
 MARKUP = 'x" <script>alert(1)</script> | [a](b) & ]]> \x1b[31m \x00 \ud7ff \ufffe'
 

@@ -10,7 +10,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 from command_line import SHAPE, attnbench
-from merged import ROWS, part
+from sweep_parts import ROWS, part
 
 from attnbench import cli
 from attnbench.cli import main

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from command_line import Run, attnbench, fails, named
 from compared import written
-from flat import changed
 from places import ROOT
-from reported import lost
-from submitted import H200, SPECS, honest, visited
+from report_rows import lost
+from row_facts import changed
+from submission_rows import H200, SPECS, honest, visited
 
 from attnbench.tables.table import Table
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from command_line import attnbench, named
-from merged import HERE, ROWS
+from sweep_parts import HERE, ROWS
 
 from attnbench.errors import OutputError
 from attnbench.harness.results.condense import condense

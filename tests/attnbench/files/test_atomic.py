@@ -17,9 +17,9 @@ from command_line import attnbench
 from fakes import an_environment
 from hypothesis import given
 from hypothesis import strategies as st
-from merged import ROWS, part
 from places import ROOT
 from small_training import run_of
+from sweep_parts import ROWS, part
 
 from attnbench import AttentionSpec
 from attnbench.errors import OutputError

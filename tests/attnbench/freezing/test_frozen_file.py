@@ -6,7 +6,7 @@ import string
 from pathlib import Path
 
 import pytest
-from damaged import flipped, restructured, spliced
+from file_corruption import flipped, restructured, spliced
 from hypothesis import given
 from hypothesis import strategies as st
 

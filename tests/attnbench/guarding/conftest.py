@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from guarded import Planted, PlantedBackward, plant
+from guard_faults import Planted, PlantedBackward, plant
 
 from attnbench.api import forget_choices
 from attnbench.choosing.demotion import demotions

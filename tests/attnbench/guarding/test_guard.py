@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 from dense import dense_attention, dense_gradients, relative_l2
-from guarded import BOUND, NAME, PLAN, calls_until_found, in_one_head, noise, one_value, step, within
+from guard_faults import BOUND, NAME, PLAN, calls_until_found, in_one_head, noise, one_value, step, within
 from problems import tensors
 from safetensors import safe_open
 

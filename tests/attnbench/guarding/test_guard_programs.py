@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from guarded import noise, step
+from guard_faults import noise, step
 from problems import tensors
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint

@@ -6,8 +6,8 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-import merged
 import pytest
+import sweep_parts
 import torch
 from command_line import attnbench
 from fakes import an_environment
@@ -35,8 +35,8 @@ HERE = an_environment(power_cap_w=700, origins={"fast": "a wheel"})
 
 
 def row(plan: str = "fast:bf16", hours: float = 0, call: float = 1.0, **more) -> Measurement:
-    facts = {"spec": SPEC, "started": merged.WHEN + timedelta(hours=hours), "environment": HERE, **more}
-    return merged.row(0, plan, **(facts if "status" in more else {**facts, "time_ms": {"call": [call]}}))
+    facts = {"spec": SPEC, "started": sweep_parts.WHEN + timedelta(hours=hours), "environment": HERE, **more}
+    return sweep_parts.row(0, plan, **(facts if "status" in more else {**facts, "time_ms": {"call": [call]}}))
 
 
 def times(table: Table) -> dict[str, float | None]:
@@ -85,13 +85,13 @@ def build(*arguments: object) -> None:
 
 def test_the_command_takes_folders_and_files_and_says_what_it_wrote(tmp_path, capsys):
     one, two = (
-        merged.part(tmp_path / "one", [row()]),
-        merged.part(tmp_path / "two", [row("slow:bf16"), row("gone:bf16", status="refused")]),
+        sweep_parts.part(tmp_path / "one", [row()]),
+        sweep_parts.part(tmp_path / "two", [row("slow:bf16"), row("gone:bf16", status="refused")]),
     )
     build(one, two / "measurements.jsonl", "-o", tmp_path / "table.json")
     assert times(Table.load(tmp_path / "table.json")) == {"fast:bf16": 1.0, "slow:bf16": 1.0}
     assert "2 entries from" in capsys.readouterr().out
-    other = merged.part(tmp_path / "three", [row(environment=replace(HERE, torch="9.9"))])
+    other = sweep_parts.part(tmp_path / "three", [row(environment=replace(HERE, torch="9.9"))])
     with pytest.raises(AttnbenchError, match="must not be mixed"):
         build(one, other, "-o", tmp_path / "no.json")
     assert not (tmp_path / "no.json").exists()

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from choices import CPU, KNOWN, entry, spec
-from damaged import flipped, restructured, spliced
 from fakes import an_environment
+from file_corruption import flipped, restructured, spliced
 
 from attnbench import AttentionSpec, Mask, Plan
 from attnbench.choosing.selector import choose

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from conforming import ROW, Backward, Forward
-from noting import NOTED, Noting
-from noting import registry as noting
-from unconforming import BACKWARDS, FORWARDS, ShortSums
+from logging_kernel import NOTED, Noting
+from logging_kernel import registry as noting
+from nonconforming import BACKWARDS, FORWARDS, ShortSums
 
 from attnbench import AttentionSpec
 from attnbench.backends.emulated import BACKEND as EMULATED
@@ -233,7 +233,7 @@ def test_the_specs_of_each_check_are_run_in_other_processes_even_if_one_ends_its
     monkeypatch.setenv(NOTED, str(tmp_path / "noted"))
     monkeypatch.setattr(worker_pool, "usable_cores", lambda: 2)
     subject = Subject(Plan(Noting.name), CPU, noting(), seed=3)
-    rehearse([subject], Setting(CPU, 3, "noting:registry"), 2**33)
+    rehearse([subject], Setting(CPU, 3, "logging_kernel:registry"), 2**33)
     lines = [line.partition(" ") for line in (tmp_path / "noted").read_text().splitlines()]
     assert str(os.getpid()) not in {process for process, _, _ in lines}
     assert (tmp_path / "noted.ended").exists()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from places import ROOT
-from submitted import H200, honest
+from submission_rows import H200, honest
 
 from attnbench.errors import MalformedFileError
 from attnbench.harness.results.condense import join_sweeps

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from planted import in_haste
-from stations import Shop
+from scripted_workers import Shop
 
 from attnbench.harness.measure.timing import Timer
 from attnbench.testing import examination as examining

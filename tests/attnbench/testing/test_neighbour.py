@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conforming import Backward, Forward
-from stations import wait_until
+from scripted_workers import wait_until
 
 from attnbench import AttentionSpec, Mask, Plan
 from attnbench.backends.reference import BACKEND as REFERENCE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from dense import dense_attention, dense_gradients, probabilities, relative_l2, visible
-from emulating import RECIPES, both, tensors
+from emulated_passes import RECIPES, both, tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from emulating import RECIPES
+from emulated_passes import RECIPES
 
 from attnbench.backends.emulated import BACKEND, emulate
 from attnbench.backends.emulated_arithmetic import Accumulator

@@ -8,7 +8,7 @@ from dataclasses import replace
 import dense
 import pytest
 import torch
-from backwards import LONG, check, exactly_eight_bits, make, saved
+from backward_problems import LONG, check, exactly_eight_bits, make, saved
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from problems import Problem, problems

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from backwards import beside, make, moved, saved, wider
+from backward_problems import beside, make, moved, saved, wider
 from torch import Tensor
 
 from attnbench import AttentionSpec, Mask

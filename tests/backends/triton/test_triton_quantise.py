@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quantising import bits, bound, laid_out
+from quantise_inputs import bits, bound, laid_out
 
 from attnbench.backends.triton.quantise import layout as quantise_layout
 from attnbench.backends.triton.quantise.launch import Request, Tiles, quantised, quantised_together

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from quantising import bits, bound, laid_out
+from quantise_inputs import bits, bound, laid_out
 
 from attnbench.backends.triton.quantise.launch import quantised
 from attnbench.problem.fp8 import LARGEST, Recipe, hadamard, quantise

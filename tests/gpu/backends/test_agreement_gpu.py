@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from on_gpu import DEVICE, LENGTHS, MASKS
-from sweep import Sweep, Truth
+from agreement_sweep import Sweep, Truth
+from gpu_checks import DEVICE, LENGTHS, MASKS
 
 from attnbench import AttentionSpec, Mask
 from attnbench.kernels.contract import Saved

@@ -8,7 +8,7 @@ import sys
 import dense
 import pytest
 import torch
-from sweep import Truth
+from agreement_sweep import Truth
 
 from attnbench import AttentionSpec, Mask
 from attnbench.backends.cudnn.backend import BACKEND as CUDNN

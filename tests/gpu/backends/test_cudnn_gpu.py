@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sweep import Truth
+from agreement_sweep import Truth
 
 from attnbench import AttentionSpec, Mask
 from attnbench.backends.cudnn import backend as cudnn

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from sweep import Truth
+from agreement_sweep import Truth
 
 from attnbench import AttentionSpec, Plan
 from attnbench.harness.measure.trace import mismatch, trace_call

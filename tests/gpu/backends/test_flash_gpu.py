@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dense
 import pytest
-from on_gpu import DEVICE, descales_are_used, many_elements_agree
-from sweep import Truth
+from agreement_sweep import Truth
+from gpu_checks import DEVICE, descales_are_used, many_elements_agree
 from torch import Tensor
 
 from attnbench import AttentionSpec, Mask

@@ -7,7 +7,7 @@ from dataclasses import replace
 import dense
 import pytest
 import torch
-from sweep import Sweep, Truth
+from agreement_sweep import Sweep, Truth
 
 from attnbench import AttentionSpec, Mask
 from attnbench.backends.flex import backend as flex

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 import standins_fa
 import torch
-from on_gpu import (
+from gpu_checks import (
     DEVICE,
     descales_are_used,
     is_wrong_at_a_scale_below_zero,

@@ -8,8 +8,8 @@ from __future__ import annotations
 import dense
 import pytest
 import torch
+from agreement_sweep import Truth
 from dense import distance
-from sweep import Truth
 
 from attnbench import AttentionSpec, Mask
 from attnbench.backends.common.mask_tensor import MAX_SCORES

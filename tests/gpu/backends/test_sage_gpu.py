@@ -7,8 +7,8 @@ from importlib import import_module
 import dense
 import pytest
 import torch
-from on_gpu import DEVICE
-from sweep import Truth
+from agreement_sweep import Truth
+from gpu_checks import DEVICE
 from torch import Tensor
 
 from attnbench import AttentionSpec, Mask

@@ -7,7 +7,7 @@ import itertools
 import dense
 import pytest
 import torch
-from sweep import Truth
+from agreement_sweep import Truth
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dense
 import pytest
 import torch
-from sweep import Truth
+from agreement_sweep import Truth
 from torch import Tensor
 
 from attnbench import AttentionSpec, Mask

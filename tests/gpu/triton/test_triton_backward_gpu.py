@@ -8,7 +8,7 @@ from dataclasses import replace
 import dense
 import pytest
 import torch
-from sweep import Sweep, Truth
+from agreement_sweep import Sweep, Truth
 from torch import Tensor
 
 from attnbench import AttentionSpec, Mask

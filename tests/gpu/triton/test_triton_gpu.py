@@ -7,8 +7,8 @@ import itertools
 import dense
 import pytest
 import torch
-from on_gpu import DEVICE, many_elements_agree
-from sweep import Sweep, Truth
+from agreement_sweep import Sweep, Truth
+from gpu_checks import DEVICE, many_elements_agree
 
 from attnbench import AttentionSpec, Mask
 from attnbench.backends import triton as backend

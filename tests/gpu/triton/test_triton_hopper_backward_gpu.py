@@ -10,7 +10,7 @@ import pytest
 import torch
 from compiled_for_hopper import compiled
 from hopper_backward import Job, Kind, check_all, jobs_of, launch, wrong
-from watched import one_by_one
+from supervised_work import one_by_one
 
 pytest.importorskip("triton", minversion="3.6")
 

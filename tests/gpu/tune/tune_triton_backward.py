@@ -33,7 +33,7 @@ sys.path.extend(str(Path(__file__).parents[2] / "support" / each) for each in ("
 
 from compiled_for_hopper import Program, compiled
 from hopper_backward import PLAIN, RINGS, SAME, Kind, run, sums_off
-from watched import Begun, Done, one_by_one
+from supervised_work import Begun, Done, one_by_one
 
 from attnbench import AttentionSpec, Mask
 from attnbench.backends.triton.backward.tiles import DEFAULT, Tile, TileKey, Tiles

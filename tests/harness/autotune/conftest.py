@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tunable import measuring_nothing, paced_kernels
+from autotune_setup import measuring_nothing, paced_kernels
 
 from attnbench.harness.autotune.deadline import Work
 

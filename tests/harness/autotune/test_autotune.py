@@ -2,12 +2,12 @@
 
 import random
 
+import delayed_kernels
 import numpy as np
-import paced
 import pytest
 import torch
-from paced import HOW, spec
-from tunable import BREAKS, FAST, SLOW, children, entries, own_path, replayed, rows_of, tensors
+from autotune_setup import BREAKS, FAST, SLOW, children, entries, own_path, replayed, rows_of, tensors
+from delayed_kernels import HOW, spec
 
 import attnbench
 from attnbench import api, attention, explain
@@ -66,8 +66,8 @@ def test_the_fastest_is_chosen_by_measurement_and_the_user_s_program_is_left_alo
     assert line == (
         f"{spec()} on cpu: {SLOW} {times[Plan.parse(SLOW)]:.3g} ms → {FAST} {times[Plan.parse(FAST)]:.3g} ms"
     )
-    assert times[Plan.parse(SLOW)] >= 1e3 * paced.SLOW  # which it sleeps
-    assert times[Plan.parse(FAST)] >= 1e3 * paced.FAST
+    assert times[Plan.parse(SLOW)] >= 1e3 * delayed_kernels.SLOW  # which it sleeps
+    assert times[Plan.parse(FAST)] >= 1e3 * delayed_kernels.FAST
 
 
 def test_a_compiled_program_runs_what_was_measured(planted, compiled_anew, monkeypatch):

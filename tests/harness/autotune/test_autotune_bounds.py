@@ -4,8 +4,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from paced import HANG_SECONDS, HOW, spec
-from tunable import (
+from autotune_setup import (
     FAST,
     SLOW,
     children,
@@ -13,6 +12,7 @@ from tunable import (
     own_path,
     tensors,
 )
+from delayed_kernels import HANG_SECONDS, HOW, spec
 
 import attnbench
 from attnbench import attention, explain

@@ -1,11 +1,11 @@
 """A spec of which time reached some plans: kept if what ran before is one of them, and completed by the next one."""
 
-import paced
+import autotune_setup
+import delayed_kernels
 import pytest
-import tunable
-from paced import spec
+from autotune_setup import BREAKS, FAST, FP8, SLOW, entries, measuring_nothing, own_path, replayed, tensors
+from delayed_kernels import spec
 from planted import setup
-from tunable import BREAKS, FAST, FP8, SLOW, entries, measuring_nothing, own_path, replayed, tensors
 
 import attnbench
 from attnbench import api, attention, explain
@@ -13,14 +13,14 @@ from attnbench.harness.autotune import run as tuning
 from attnbench.harness.results.condense import condense
 from attnbench.tables.table import Table
 
-HERE = setup(paced.SOURCE)
+HERE = setup(delayed_kernels.SOURCE)
 
 
 pytestmark = pytest.mark.usefixtures("planted")
 
 
 def row(plan, call_ms=None, length=64, fp8_error=0.05):
-    return tunable.row(spec(length), plan, call_ms, fp8_error if plan == FP8 else 0.002)
+    return autotune_setup.row(spec(length), plan, call_ms, fp8_error if plan == FP8 else 0.002)
 
 
 def tuned_by(monkeypatch, *rows, seconds=60, **how):

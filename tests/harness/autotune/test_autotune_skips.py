@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from paced import spec
+from autotune_setup import FAST, tensors
+from delayed_kernels import spec
 from planted import CPU, setup
-from tunable import FAST, tensors
 
 import attnbench
 from attnbench import attention, use_backend

@@ -4,14 +4,14 @@ import threading
 import time
 from types import SimpleNamespace
 
-import paced
+import delayed_kernels
 import pytest
+from autotune_setup import row
+from delayed_kernels import spec
 from hypothesis import given
 from hypothesis import strategies as st
-from paced import spec
 from patience import PATIENCE
 from planted import setup
-from tunable import row
 
 from attnbench.harness.autotune import deadline as module
 from attnbench.harness.autotune.deadline import measured_within
@@ -22,7 +22,7 @@ from attnbench.kernels.plan import Plan
 
 PLANS = [Plan(f"paced:bf16-{number}") for number in range(10)]
 CASES = [Case(str(spec(length)), spec(length)) for length in (64, 32, 16)]
-HERE = setup(paced.SOURCE)
+HERE = setup(delayed_kernels.SOURCE)
 
 
 class Bench:

@@ -12,7 +12,7 @@ from command_line import attnbench, named
 from compared import row, times, written
 from places import SUPPORT
 from scripted_sides import Sides
-from stations import Shop
+from scripted_workers import Shop
 
 from attnbench.harness.compare.gate import run as gating
 from attnbench.harness.compare.gate.rounds import ROUNDS, Rounds, rounds_text
@@ -27,7 +27,7 @@ from attnbench.tables.environment import Environment
 SPEC = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, head_dim=64)
 SPECS = {"tiny": SPEC, "shorter": SPEC.replace(seqlen_q=128, seqlen_kv=128)}
 PLAN = "sdpa-flash:bf16"
-SOURCE = "slowed:registry_of_slowed"
+SOURCE = "injected_slowdowns:registry_of_slowed"
 
 
 def measured(case="tiny", cpu=None, **changes):

@@ -8,8 +8,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from benchmarked import HEAD, install, pytest_in
 from places import SUPPORT
+from pytest_sessions import HEAD, install, pytest_in
 
 # In the environment of the new code, NEW is set.  Each process that loads this adds a line.
 PROGRAM = """

@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from benchmarked import HEAD, install, pytest_in
 from pytest_benchmark.stats import Stats
+from pytest_sessions import HEAD, install, pytest_in
 
 from attnbench.harness.compare.pytest_plugin.plugin import pytest_benchmark_compare_machine_info
 from attnbench.harness.results.records import Measurement, read_measurements

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from benchmarked import pytest_in
+from pytest_sessions import pytest_in
 
 UNINVOLVED = """
 import sys

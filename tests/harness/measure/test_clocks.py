@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from patience import PATIENCE
 from pydantic import ValidationError
-from stations import wait_until
+from scripted_workers import wait_until
 
 from attnbench.errors import InputError
 from attnbench.harness.measure.clocks import Conditions, Range, Reading, Watch, readings_within

@@ -5,7 +5,7 @@ from datetime import datetime, timezone
 import pytest
 import yaml
 from fakes import an_environment
-from flat import measurement
+from row_facts import measurement
 
 from attnbench.harness.cases.file import read_cases
 from attnbench.harness.report.alternatives import alternatives, key_of

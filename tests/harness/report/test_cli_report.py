@@ -8,9 +8,9 @@ from html import unescape
 import pytest
 from command_line import expect
 from planted import in_haste
-from reported import a_sweep
+from report_rows import a_sweep
+from scripted_workers import Shop
 from small_training import run_of
-from stations import Shop
 
 from attnbench.harness.measure.timing import Timer
 from attnbench.harness.results.records import read_measurements

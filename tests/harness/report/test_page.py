@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 from fakes import an_environment
-from flat import changed
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from places import RESULTS
-from reported import CAUSAL, LEARNT, SQUARE, Structure, a_sweep, elsewhere, later, lost, row, told
+from report_rows import CAUSAL, LEARNT, SQUARE, Structure, a_sweep, elsewhere, later, lost, row, told
+from row_facts import changed
 from small_training import run_of
 
 from attnbench.choosing.regret import QUESTIONS, Asked

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from places import RESULTS
-from reported import CAUSAL, SQUARE, a_sweep, elsewhere
+from report_rows import CAUSAL, SQUARE, a_sweep, elsewhere
 from small_training import run_of
 
 from attnbench.harness.report.page.render import page as rendered

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from flat import changed
 from planted import REPORTED, setup
-from reported import lost
+from report_rows import lost
 from rich.console import Console
-from stations import Shop
+from row_facts import changed
+from scripted_workers import Shop
 
 from attnbench.harness.cases.case import Case
 from attnbench.harness.cases.inputs import FAMILIES

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 from command_line import expect
-from merged import HERE, parts, row
 from planted import in_haste
+from sweep_parts import HERE, parts, row
 
 from attnbench.harness.measure.timing import Timer
 from attnbench.harness.results.records import read_measurements

@@ -5,7 +5,7 @@ from statistics import median
 
 import pytest
 from compared import row
-from flat import changed
+from row_facts import changed
 
 from attnbench.harness.results.condense import condense, join_sweeps, table_of
 from attnbench.harness.results.host_speed import HostSpeed

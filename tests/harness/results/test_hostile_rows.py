@@ -12,9 +12,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-import reported
+import report_rows
 from command_line import Run, attnbench
-from damaged import restructured
+from file_corruption import restructured
 from small_training import run_of
 
 from attnbench.harness.report.text import report
@@ -25,7 +25,7 @@ from examples import examples
 
 STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 NO_NUMBER = re.compile(r"(?<![\w.:/(,\"'`-])[-+]?(nan|inf)(?:[%x]|\b)(?![:\w])")
-ROWS = [each.to_dict() for each in reported.a_sweep()]
+ROWS = [each.to_dict() for each in report_rows.a_sweep()]
 ROWS[0]["correctness"]["detail"] = DETAIL = {
     "normal": {"out": {"sqnr_db": 54.0, "worst_head": 0.003, "worst_row": 0.01, "bias": 0.0, "nonfinite": 0}}
 }

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from merged import HERE, PLANS, ROWS, WHEN, part, parts, refused, row, spec
+from sweep_parts import HERE, PLANS, ROWS, WHEN, part, parts, refused, row, spec
 
 from attnbench.errors import MalformedFileError, MisuseError, OutputError
 from attnbench.harness.results.condense import condense

@@ -6,11 +6,11 @@ import math
 from datetime import datetime
 
 import pytest
-from flat import measurement
 from hypothesis import given
 from hypothesis import strategies as st
-from merged import HERE, NUMBERS, WHEN
 from pydantic import ValidationError
+from row_facts import measurement
+from sweep_parts import HERE, NUMBERS, WHEN
 
 from attnbench.errors import MalformedFileError
 from attnbench.harness.measure.accuracy import Detail

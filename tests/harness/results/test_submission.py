@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from flat import changed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import ROOT
-from reported import lost
-from submitted import H200, SPECS, honest, visited
+from report_rows import lost
+from row_facts import changed
+from submission_rows import H200, SPECS, honest, visited
 
 from attnbench.harness.results.condense import join_sweeps
 from attnbench.harness.results.peaks import least_ms

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 from command_line import attnbench
-from merged import PLANS, ROWS, part, row
+from sweep_parts import PLANS, ROWS, part, row
 
 from attnbench.errors import AttnbenchWarning, MalformedFileError
 from attnbench.harness.results.records import read_measurements

@@ -1,7 +1,7 @@
 """What a worker has to be told, and told again; every worker here is chosen answers without a process."""
 
 import pytest
-from stations import Station
+from scripted_workers import Station
 
 from attnbench.harness.cases.case import Case
 from attnbench.harness.measure.findings import Findings, Opened, Prepared, Visit

@@ -8,7 +8,7 @@ import pytest
 import torch
 from patience import PATIENCE
 from planted import FakeBackward, FakeForward, backend, setup
-from stations import Station, wait_until
+from scripted_workers import Station, wait_until
 
 from attnbench.harness.cases.case import Case
 from attnbench.harness.sequence_lengths import SequenceLengths

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from patience import PATIENCE
 from planted import setup
-from stations import wait_until
+from scripted_workers import wait_until
 
 from attnbench.harness.cases.case import Case
 from attnbench.harness.measure.bench import Bench

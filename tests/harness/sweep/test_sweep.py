@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from flat import changed
 from planted import FakeBackward, FakeForward, backend, healthy, setup
-from stations import Shop
+from row_facts import changed
+from scripted_workers import Shop
 
 from attnbench.errors import MisuseError, UnknownBackendError
 from attnbench.harness.cases.case import Case

@@ -15,7 +15,7 @@ import pytest
 from patience import PATIENCE
 from places import SUPPORT
 from planted import CPU
-from stations import LONG, NOTED, noted, runs, wait_until
+from scripted_workers import LONG, NOTED, noted, runs, wait_until
 
 from attnbench.errors import OutputError
 from attnbench.harness.cases.case import Case
@@ -29,7 +29,7 @@ from attnbench.problem.spec import AttentionSpec
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked at through /proc")
 CASE = Case("tiny", AttentionSpec.make(batch=1, heads=1, seqlen_q=8, head_dim=8), ("normal",))
-SETTING = Setting("stations:harmful", Timer(CPU, visit=0.0, limit=0.0, patience=1.0), 1)
+SETTING = Setting("scripted_workers:harmful", Timer(CPU, visit=0.0, limit=0.0, patience=1.0), 1)
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +76,8 @@ def log_size(worker):
     ("name", "status", "reason"),
     [
         ("raises", "error", "RuntimeError: the first line"),
-        ("silent", "error", r"KeyError in stations\.py:\d+: raise error"),
-        ("interrupts", "error", r"KeyboardInterrupt in stations\.py:\d+: raise error"),
+        ("silent", "error", r"KeyError in scripted_workers\.py:\d+: raise error"),
+        ("interrupts", "error", r"KeyboardInterrupt in scripted_workers\.py:\d+: raise error"),
         ("memory", "oom", "MemoryError: no more"),
         ("allocates", "oom", r"RuntimeError: \[enforce fail\] DefaultCPUAllocator: can't allocate memory"),
     ],
@@ -241,7 +241,7 @@ def test_a_hang_ends_in_time_with_all_that_it_started(worker, notes):
 
 SWEEP = """
 import os, time
-from stations import note
+from scripted_workers import note
 from planted import CPU
 from attnbench.harness.sweep.worker_process import Worker
 from test_worker_process import CASE, SETTING, plan

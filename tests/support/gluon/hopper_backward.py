@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import dense
 import pytest
 import torch
+from agreement_sweep import visible
 from dense import distance
 from gluon_on_cpu import emulated
-from sweep import visible
+from supervised_work import Begun, Done, Lost
 from torch import Tensor
-from watched import Begun, Done, Lost
 
 from attnbench import AttentionSpec, Mask
 from attnbench.backends.triton.backward.contract import KERNELS as BACKWARDS

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 from fakes import an_environment
-from flat import changed, measurement
 from places import RESULTS
+from row_facts import changed, measurement
 
 from attnbench.harness.compare.terms import Limits, Terms
 from attnbench.harness.results.records import Measurement

@@ -28,7 +28,7 @@ class Recording:
     """The two sides of a gate: in each generation a row has the noise of one that was recorded, drawn anew.
 
     ``planted`` are the slow-downs of NEW by the row's number.  What NEW took longer by all the while is taken off: it
-    is what looking for a slow-down costs (tests/support/faulty/slowed.py).
+    is what looking for a slow-down costs (tests/support/faulty/injected_slowdowns.py).
     """
 
     rows: Sequence[Sequence[Rounds]]

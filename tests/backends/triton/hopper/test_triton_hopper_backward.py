@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from backwards import LONG, check, exactly_eight_bits, make, saved
+from backward_problems import LONG, check, exactly_eight_bits, make, saved
 from gluon_partitions import DeadlockError
 from hopper_backward import ROUNDED, on_cpu, sums_off
 from hypothesis import Phase, given, settings

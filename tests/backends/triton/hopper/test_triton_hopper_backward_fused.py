@@ -9,7 +9,7 @@ from typing import Any
 import dense
 import pytest
 import torch
-from backwards import beside, check, exactly_eight_bits, make, moved, saved, wider
+from backward_problems import beside, check, exactly_eight_bits, make, moved, saved, wider
 from hopper_backward import on_cpu, sums_off
 from torch import Tensor
 

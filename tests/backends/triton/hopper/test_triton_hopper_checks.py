@@ -6,12 +6,12 @@ import re
 from typing import Any
 
 import dense
+import failing_work
 import hopper_backward
 import pytest
 import torch
-import unruly
 from hopper_backward import Job, Kind, check_all, problem_of, wrong
-from watched import Begun, Done, Lost, one_by_one
+from supervised_work import Begun, Done, Lost, one_by_one
 
 pytest.importorskip("triton", minversion="3.6")
 
@@ -66,7 +66,7 @@ def test_what_is_wrong_is_said(factors: list[float], message: str, monkeypatch: 
 def test_what_hangs_dies_or_raises_takes_no_other_along() -> None:
     heard: list[Any] = []
     items = ["a", "hangs", "b", "dies", "slow", "raises", "c"]
-    found = one_by_one(unruly.work, items, patience=1.5, heard=heard.append)
+    found = one_by_one(failing_work.work, items, patience=1.5, heard=heard.append)
     assert found == {
         **{item: item.upper() for item in ("a", "b", "c", "slow")},
         "hangs": Lost("silent for 2 s, and killed"),

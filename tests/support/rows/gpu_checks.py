@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import dense
 import torch
-from sweep import Sweep, Truth
+from agreement_sweep import Sweep, Truth
 
 from attnbench import AttentionSpec, Mask
 from attnbench.kernels.contract import ForwardKernel, Inputs

@@ -6,8 +6,8 @@ import random
 from datetime import timedelta
 from typing import Any
 
-from flat import changed
-from reported import BEGAN, row
+from report_rows import BEGAN, row
+from row_facts import changed
 
 from attnbench.harness.results.records import Measurement
 from attnbench.problem.spec import AttentionSpec

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from watched import Begun, Done
+from supervised_work import Begun, Done
 
 
 def work(items: list[str], say: Callable[[Any], None]) -> None:

@@ -9,7 +9,7 @@ from datetime import datetime, timedelta, timezone
 from html.parser import HTMLParser
 
 from fakes import an_environment
-from flat import changed, measurement
+from row_facts import changed, measurement
 from small_training import run_of
 
 from attnbench.harness.report.page.results import Results

@@ -10,12 +10,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import paced
+import delayed_kernels
 import pytest
 import torch
-from flat import measurement
-from paced import spec
+from delayed_kernels import spec
 from planted import setup
+from row_facts import measurement
 from torch import Tensor
 
 from attnbench import AttentionSpec, api
@@ -37,7 +37,7 @@ BREAKS = "paced:bf16-breaks"
 def paced_kernels() -> Iterator[None]:
     """Kernels of which the first in the declared order is the slowest."""
     with pytest.MonkeyPatch.context() as patch:
-        paced.install(patch.setattr)
+        delayed_kernels.install(patch.setattr)
         api.forget_choices()
         yield
     registry.cache_clear()
@@ -58,7 +58,7 @@ def measuring_nothing(patch: pytest.MonkeyPatch) -> list[Work]:
 
 @cache
 def here() -> Environment:
-    return setup(paced.SOURCE).environment
+    return setup(delayed_kernels.SOURCE).environment
 
 
 def row(asked: AttentionSpec, plan: str | Plan, call_ms: float | None, error: float = 0.002) -> Measurement:
@@ -81,7 +81,7 @@ def row(asked: AttentionSpec, plan: str | Plan, call_ms: float | None, error: fl
 
 def rows_of(*lengths: int) -> list[Measurement]:
     """Of the specs of these lengths, as they would be measured with the slow plan and the fast one."""
-    times = {SLOW: 1e3 * paced.SLOW, FAST: 1e3 * paced.FAST}
+    times = {SLOW: 1e3 * delayed_kernels.SLOW, FAST: 1e3 * delayed_kernels.FAST}
     return [row(spec(length), plan, ms) for length in lengths for plan, ms in times.items()]
 
 

@@ -14,7 +14,7 @@ from attnbench.harness.autotune import run as autotune
 from attnbench.harness.measure.timing import Timer
 from attnbench.kernels.registry import Registry
 
-SOURCE = "paced:paced"
+SOURCE = "delayed_kernels:paced"
 HOW = "PACED_BREAKS"  # how paced:bf16-breaks breaks: it dies or hangs
 HANG_SECONDS = 600.0
 SLOW, FAST = 0.03, 0.01

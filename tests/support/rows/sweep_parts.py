@@ -5,7 +5,7 @@ from datetime import datetime, timezone
 
 import pytest
 from fakes import an_environment
-from flat import measurement
+from row_facts import measurement
 
 from attnbench.harness.results.condense import condense
 from attnbench.harness.results.merge import merge
