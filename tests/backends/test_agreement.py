@@ -112,7 +112,7 @@ def assert_put_to_the_test(compiled: bool) -> None:
     assert {name for name, count in tried.items() if count >= max(1, least)} >= expected, tried
 
 
-def test_every_kernel_agrees_with_the_truth_or_refuses() -> None:
+def test_every_kernel_agrees_with_fp64_or_refuses() -> None:
     @settings(max_examples=EXAMPLES)
     @given(problems())
     def agree(problem: Problem) -> None:
@@ -124,7 +124,7 @@ def test_every_kernel_agrees_with_the_truth_or_refuses() -> None:
 
 
 @needs_avx2
-def test_compiled_kernels_agree_with_the_truth_or_refuse() -> None:
+def test_compiled_kernels_agree_with_fp64_or_refuse() -> None:
     """test_flex.py varies what would here compile another program with every example."""
 
     @settings(max_examples=COMPILED)

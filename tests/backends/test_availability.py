@@ -72,7 +72,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.backend.BACKEND.name} {case.said or 'available'}")
-def test_what_is_installed_is_available_or_the_reason_names_what_is_missing(
+def test_an_installed_backend_is_available_or_the_reason_names_what_is_missing(
     case: Case, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name, version in case.versions.items():
@@ -97,7 +97,7 @@ def test_what_is_installed_is_available_or_the_reason_names_what_is_missing(
     assert "without CUDA" in (case.backend.BACKEND.availability().reason or "")
 
 
-def test_looking_at_our_own_backend_imports_no_triton() -> None:
+def test_availability_of_the_triton_backend_does_not_import_triton() -> None:
     pytest.importorskip("triton")
     looked = (
         "import sys; from attnbench.backends.triton import BACKEND; from attnbench import AttentionSpec;"

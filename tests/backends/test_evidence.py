@@ -46,7 +46,7 @@ NAMES = {  # as the profiler writes them: torch 2.11, cuDNN 9, flash-attn 2.8, F
 
 
 @pytest.mark.parametrize(("name", "owners"), NAMES.items(), ids=range(len(NAMES)))
-def test_the_evidence_on_cuda_tells_the_kernels_apart(name: str, owners: str) -> None:
+def test_evidence_patterns_identify_each_cuda_kernel(name: str, owners: str) -> None:
     found = {key for key, kernel in KERNELS.items() if re.search(kernel.evidence.get("cuda", "$^"), name)}
     families, _, direction = owners.rpartition(" ")
     wanted = {

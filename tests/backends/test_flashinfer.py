@@ -69,7 +69,7 @@ def library() -> Iterator[None]:
 
 @given(problems(("bf16", "fp16")), st.booleans())
 @settings(max_examples=80, deadline=None)
-def test_it_computes_exact_attention_on_what_it_quantised(problem: Problem, causal: bool) -> None:
+def test_the_kernel_agrees_with_exact_attention_on_its_quantised_operands(problem: Problem, causal: bool) -> None:
     mask = Mask(right=0, alignment=problem.spec.mask.alignment) if causal else Mask()
     spec = problem.spec.replace(direction="forward", softcap=0.0, mask=mask)
     assume(not KERNEL.refusals(spec, H200))

@@ -24,7 +24,7 @@ HARD = AttentionSpec.make(
 @settings(max_examples=examples(30, 200))
 @given(problems(dtypes=("fp64",)))
 @example(Problem(HARD, "bshd", False, 5))
-def test_in_fp64_nothing_but_rounding_separates_it_from_the_definition(problem: Problem) -> None:
+def test_fp64_results_agree_with_the_definition_up_to_rounding(problem: Problem) -> None:
     spec = problem.spec
     q, k, v, grad_out = tensors_of(problem)
     forward, backward = registry().forward("reference:fp64"), registry().backward("reference:fp64")
@@ -52,7 +52,7 @@ print(-step(64) + step(8192))
 """
 
 
-def test_long_contexts_take_slices_of_the_scores_forward_and_backward() -> None:
+def test_long_contexts_compute_the_scores_in_slices_in_both_passes() -> None:
     """Beyond what a short context takes: 0.3 GB was seen in slices, 1.6 with all scores at once."""
     done = subprocess.run([sys.executable, "-c", LONG], capture_output=True, text=True, check=True)
     assert float(done.stdout) < 0.8

@@ -151,7 +151,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("name", "changes", "device", "sentence"), ROWS, ids=[f"{row[0]} {row[3]}" for row in ROWS])
-def test_what_is_refused_has_its_reason(name: str, changes: dict[str, object], device: Device, sentence: str) -> None:
+def test_each_refusal_gives_its_reason(name: str, changes: dict[str, object], device: Device, sentence: str) -> None:
     known = registry()
     spec = SPEC.replace(**changes)
     for kernel in (known.forward(name), *([known.backward(name)] if name in known.backwards else [])):
@@ -189,7 +189,7 @@ LEFT_OPEN = {"seqlen_q": 257, "mask": Mask(right=5)}
         ),
     ],
 )
-def test_what_another_kernel_or_pass_of_the_same_library_serves(
+def test_a_refusal_does_not_apply_to_the_librarys_other_kernel_or_pass(
     refuses: str, serves: str, changes: dict[str, object], device: Device, sentence: str
 ) -> None:
     spec, kernels = SPEC.replace(**changes), {"forward": registry().forward, "backward": registry().backward}
@@ -198,7 +198,7 @@ def test_what_another_kernel_or_pass_of_the_same_library_serves(
     assert sentence in "; ".join(kernels[way](name).refusals(spec, device))
 
 
-def test_forwards_that_no_backward_of_their_own_follows() -> None:
+def test_forward_only_backends_have_no_backward() -> None:
     assert not [name for name in registry().backwards if name.startswith(("fa3-vllm", "flashinfer", "torch-fp8"))]
 
 

@@ -191,7 +191,7 @@ def forget() -> None:
         kept.cache_clear()
 
 
-def test_what_no_graph_can_record_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_cannot_be_captured_in_a_graph_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=70, head_dim=64)
     with library("2.2.0"):
         operands = FP8.prepare(Inputs.of(Problem(spec, "bhsd", False, 0).tensors()[:3]), spec)
@@ -219,7 +219,9 @@ def served(draw: st.DrawFn) -> Problem:
 @pytest.mark.parametrize(("kernel", "version"), KERNELS, ids=["int8", "int8-fp8"])
 @given(problem=served())
 @settings(max_examples=examples(20, 200), deadline=None)
-def test_it_computes_exact_attention_on_what_it_quantised(kernel, version: str, problem: Problem) -> None:
+def test_the_kernel_agrees_with_exact_attention_on_its_quantised_operands(
+    kernel, version: str, problem: Problem
+) -> None:
     spec = problem.spec
     with library(version):
         assume(not kernel.refusals(spec, H200))
@@ -243,7 +245,7 @@ def test_it_computes_exact_attention_on_what_it_quantised(kernel, version: str, 
 
 @pytest.mark.parametrize(("kernel", "version"), KERNELS, ids=["int8", "int8-fp8"])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
-def test_what_quantising_costs_is_within_the_declared_error(kernel, version: str, head_dim: int) -> None:
+def test_the_quantisation_error_is_within_the_declared_error(kernel, version: str, head_dim: int) -> None:
     spec = AttentionSpec.make(batch=1, heads=2, kv_heads=1, seqlen_q=320, head_dim=head_dim, mask=Mask(right=0))
     generator = torch.Generator().manual_seed(head_dim)
     q, k, v = (torch.randn(1, h, 320, head_dim, generator=generator).bfloat16() for h in (2, 1, 1))
@@ -253,7 +255,7 @@ def test_what_quantising_costs_is_within_the_declared_error(kernel, version: str
     assert 0.1 * kernel.declared_error < error < kernel.declared_error
 
 
-def test_a_backward_that_follows_sees_what_the_forward_saw() -> None:
+def test_the_following_backward_uses_the_forwards_inputs() -> None:
     """With a K far from zero: exp(S - LSE) sums to one only for the Q and K that made the log-sum-exp."""
     spec = AttentionSpec.make(batch=2, heads=4, kv_heads=2, seqlen_q=150, head_dim=40, mask=Mask(right=0),
                               dtype="fp16", direction="training")  # fmt: skip
@@ -284,7 +286,7 @@ def test_a_backward_that_follows_sees_what_the_forward_saw() -> None:
         ({"batch": 2**15, "seqlen_q": 2**10, "head_dim": 8, "head_dim_v": 8}, "indexes at most"),
     ],
 )
-def test_refusals_of_both(changes: dict[str, object], sentence: str) -> None:
+def test_both_kernels_refuse_unsupported_specs(changes: dict[str, object], sentence: str) -> None:
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, head_dim=64)
     for kernel, version in KERNELS:
         with library(version):
@@ -293,7 +295,7 @@ def test_refusals_of_both(changes: dict[str, object], sentence: str) -> None:
             assert kernel.refusals(spec, Device("cuda", "a V100", (7, 0)))
 
 
-def test_refusals_of_one() -> None:
+def test_each_kernel_refuses_specs_of_its_own() -> None:
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, seqlen_kv=192, head_dim=64)
     with library("1.0.6"):
         assert INT8.refusals(spec, H200) == []

@@ -56,7 +56,7 @@ def test_cpu_kernels_agree_with_dense_fp64(problem: Problem, family: str, foreig
 
 
 @pytest.mark.parametrize("name", ON_CPU)
-def test_nothing_else_answers(name: str) -> None:
+def test_only_the_named_operator_runs(name: str) -> None:
     spec = small(name.partition(":")[2])
     forward, backward = FORWARDS[name], BACKWARDS[name]
     q, k, v, grad = tensors_of(Problem(spec, "bhsd", False, 0))
@@ -77,7 +77,7 @@ def rows_of(mask: Mask, sq: int, skv: int) -> list[list[int]]:
     return [list(range(*mask.span(row, sq, skv))) for row in range(sq)]
 
 
-def test_causal_band_is_the_mask_as_cutlass_reads_it() -> None:
+def test_the_causal_band_matches_cutlasss_reading_of_the_mask() -> None:
     served = 0
     for mask, sq, skv in every_mask():
         band = causal_band(mask, sq, skv)
@@ -94,7 +94,7 @@ def test_causal_band_is_the_mask_as_cutlass_reads_it() -> None:
     assert served > 1000
 
 
-def test_score_matrices_beyond_memory_are_refused_before_anything_is_allocated() -> None:
+def test_score_matrices_larger_than_memory_are_refused_before_allocation() -> None:
     fits = AttentionSpec.make(batch=1, heads=2, seqlen_q=2**15, head_dim=8, direction="training")
     for kernel in (FORWARDS["sdpa-math:bf16"], BACKWARDS["sdpa-math:bf16"]):
         assert kernel.refusals(fits, CPU) == []
@@ -107,7 +107,7 @@ def test_score_matrices_beyond_memory_are_refused_before_anything_is_allocated()
 
 @settings(deadline=None)
 @given(st.data())
-def test_cudnn_s_backward_gets_strides_that_no_other_call_of_torch_s_has(data: st.DataObject) -> None:
+def test_cudnns_backward_gets_strides_that_depend_only_on_the_layout(data: st.DataObject) -> None:
     """torch keeps a graph for the strides of q, k and v, and runs it on other layouts of the rest.
 
     So q comes in strides that nobody else has, of the same numbers and from that layout alone, and all others in a
@@ -143,7 +143,7 @@ MASKS = st.builds(Mask, SIDES, SIDES, st.sampled_from(ALIGNMENTS))
 
 @settings(max_examples=20, deadline=None)
 @given(documents(20, MASKS, padding=st.sampled_from([None, "left", "right"])))
-def test_flash_on_the_cpu_answers_each_sequence_as_if_it_were_alone(batch: Documents) -> None:
+def test_cpu_flash_gives_each_sequence_the_result_that_it_has_alone(batch: Documents) -> None:
     """Also between padding of NaN."""
     forward, backward = sdpa_flash.FlashForward("bf16"), sdpa_flash.FlashBackward("bf16")
     for found, alone in zip(answers(batch, forward, backward), batch.alone(forward, backward), strict=True):

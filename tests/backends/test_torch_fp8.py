@@ -52,13 +52,13 @@ def torch_on_a_cpu() -> Iterator[None]:
 
 @given(problems(("bf16", "fp16")))
 @settings(max_examples=60, deadline=None)
-def test_it_computes_exact_attention_on_what_it_quantised(problem: Problem) -> None:
+def test_the_kernel_agrees_with_exact_attention_on_its_quantised_operands(problem: Problem) -> None:
     spec = problem.spec.replace(direction="forward")
     assume(not KERNEL.refusals(spec, H200))
     quantised_attention_agrees(KERNEL, spec, problem)
 
 
-def test_nothing_is_activated_in_torch() -> None:
+def test_no_attention_implementation_is_activated_in_torch() -> None:
     """The operator behind scaled_dot_product_attention stays torch's own, whoever runs meanwhile."""
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=9, head_dim=64)
     q, k, v = (torch.randn(1, 2, 9, 64, dtype=torch.bfloat16) for _ in range(3))
@@ -70,7 +70,7 @@ def test_nothing_is_activated_in_torch() -> None:
     assert [torch._C._dispatch_dump(name) for name in operators] == before
 
 
-def test_what_the_build_was_made_without_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_missing_from_the_build_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, head_dim=64, mask=Mask(right=0))
     window = spec.replace(mask=Mask(left=3, right=0))
     flags = {"FLASHATTENTION_DISABLE_LOCAL": True, "FLASHATTENTION_DISABLE_FP8": False}
@@ -83,7 +83,7 @@ def test_what_the_build_was_made_without_is_refused(monkeypatch: pytest.MonkeyPa
     fa3_origins.interface.cache_clear()
 
 
-def test_availability_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_availability_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     with standins.modules(flash_attn_interface={}):
         fa3_origins.interface.cache_clear()

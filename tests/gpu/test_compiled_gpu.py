@@ -82,7 +82,7 @@ print("the same")
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("plan", "trained"), [*((x, True) for x in TRAINED), *((x, False) for x in FORWARDS)])
-def test_steps_are_those_of_eager_code(plan: str, trained: bool, mask: str, mode: str) -> None:
+def test_compiled_steps_equal_eager_ones(plan: str, trained: bool, mask: str, mode: str) -> None:
     command = [sys.executable, "-c", PROGRAM, plan, mode, str(trained), repr(MASKS[mask])]
     command.append(str(FOLLOWING.get(plan, 0.02)))
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -93,7 +93,7 @@ def test_steps_are_those_of_eager_code(plan: str, trained: bool, mask: str, mode
 
 
 @pytest.mark.parametrize("plan", ["sdpa-math", "flex:bf16", "triton:fp8"])
-def test_a_recorded_graph_outlives_what_is_kept_for_others(plan: str) -> None:
+def test_a_recorded_graph_is_valid_after_caches_are_evicted(plan: str) -> None:
     """What a graph reads is not dropped, and its memory not used again, when many other shapes come after it."""
 
     def inputs(length: int) -> list[torch.Tensor]:
@@ -125,7 +125,7 @@ def test_a_recorded_graph_outlives_what_is_kept_for_others(plan: str) -> None:
     del noise
 
 
-def test_a_context_is_noticed_and_a_backward_keeps_its_plan():
+def test_a_changed_context_is_noticed_and_a_backward_keeps_its_plan():
     torch._dynamo.reset()
     x = [torch.randn(2, 8, 512, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
     function = torch.compile(lambda *x: attention(*x), fullgraph=True)

@@ -15,12 +15,12 @@ def examination():
 
 
 @pytest.mark.parametrize("name", [fault.name for fault in (*FAULTS, *GPU_FAULTS)])
-def test_a_planted_fault_is_found_by_name(examination, name):
+def test_each_planted_fault_is_found_and_named(examination, name):
     ((fault, row),) = [each for each in examination if each[0].name == name]
     assert why_missed(fault, row) is None
 
 
-def test_the_honest_kernel_under_every_fault_is_ok(examination):
+def test_the_kernel_without_the_fault_is_ok(examination):
     for fault, row in examination:
         if fault.name == "none":
             assert why_missed(fault, row) is None

@@ -88,7 +88,7 @@ def test_a_planted_drift_is_found(planted, name, factor, least):
 
 @pytest.mark.parametrize("mask", [Mask(), Mask(right=0), Mask(300, 5, "bottom-right")], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_sums_are_those_of_the_cpu(mask, dtype):
+def test_the_checked_sums_agree_with_the_cpu(mask, dtype):
     name = "bf16" if dtype == torch.bfloat16 else "fp32"
     spec = AttentionSpec.make(
         batch=2, heads=8, kv_heads=2, seqlen_q=700, seqlen_kv=900, head_dim=64, mask=mask, softcap=20.0, dtype=name,
@@ -107,7 +107,7 @@ def test_the_sums_are_those_of_the_cpu(mask, dtype):
         torch.testing.assert_close(device, host, rtol=1e-9 if dtype == torch.float32 else 1e-3, atol=1e-9)
 
 
-def test_nothing_waits_for_a_check(planted):
+def test_checks_do_not_block_the_host(planted):
     forward, _ = planted
     x = tensors(grad=True)
     with guard(every=1, on_breach="raise") as watch:
@@ -126,7 +126,7 @@ def test_nothing_waits_for_a_check(planted):
     assert watch.breaches
 
 
-def test_stop_reads_what_is_under_way(planted):
+def test_stop_waits_for_pending_checks(planted):
     forward, _ = planted
     with guard(every=1):
         attention(*tensors(), backend=NAME)  # the first check takes pinned memory, which waits for the GPU
@@ -141,7 +141,7 @@ def test_stop_reads_what_is_under_way(planted):
     assert watch.checks == 1
 
 
-def test_a_graph_records_no_check():
+def test_checks_are_not_recorded_in_a_graph():
     x = tensors()
     with guard(every=1) as watch:
         for _ in range(3):
@@ -158,7 +158,7 @@ def test_a_graph_records_no_check():
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_compiled_with_graphs_of_its_own(grad):
+def test_a_guard_works_with_compiled_cuda_graphs(grad):
     torch._dynamo.reset()
     x = tensors(grad=grad)
     function = torch.compile(attention, fullgraph=True, mode="reduce-overhead")
@@ -200,7 +200,7 @@ def seconds(run, rounds: int) -> float:
 
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize(("direction", "plan"), [(name, plan) for name, plans in COSTS.items() for plan in plans])
-def test_the_cost_at_8k(direction, plan, batch):
+def test_the_overhead_at_8k_is_below_one_percent(direction, plan, batch):
     """Less than one per cent of the time of the calls between two checks."""
     x = tensors(8192, batch=batch, heads=16, grad=direction == "training")
     able(x, plan)

@@ -55,7 +55,7 @@ def pair(kind, settings):
     ],
 )
 @pytest.mark.parametrize("batch", ["whole", "left", "right", "positions"])
-def test_transformers_attends_to_sequences_of_equal_and_unequal_length(register, kind, settings, batch):
+def test_transformers_agrees_on_sequences_of_equal_and_unequal_length(register, kind, settings, batch):
     calls = register()
     model, ours, x = pair(kind, settings)
     real, named = torch.ones_like(x), {"use_cache": False}
@@ -73,7 +73,7 @@ def test_transformers_attends_to_sequences_of_equal_and_unequal_length(register,
 
 
 @pytest.mark.parametrize("asked", [{"max_error": 0.12}, {"backend": "triton", "dtype": "fp8"}])
-def test_transformers_in_fp8_within_the_budget(register, asked):
+def test_transformers_in_fp8_is_within_the_budget(register, asked):
     calls = register("attnbench", **asked)
     model, ours, x = pair("LlamaConfig", LARGER)
     wanted, found = step(model, x, use_cache=False), step(ours, x, use_cache=False)
@@ -106,7 +106,7 @@ def test_a_compiled_model_of_transformers_is_one_graph(register):
     assert worst(gradients, wanted[1], least=1e-2) < BF16
 
 
-def test_masks_wait_for_the_device_where_they_are_made_and_not_in_the_layers(register):
+def test_masks_synchronise_once_when_made_and_not_in_the_layers(register):
     """With no padding mask nothing waits at all; with one, a forward waits once, however many layers there are."""
     register()
     waits = []
@@ -130,7 +130,7 @@ def test_masks_wait_for_the_device_where_they_are_made_and_not_in_the_layers(reg
 
 
 @pytest.mark.parametrize("asked", [{}, {"max_error": 0.12}])
-def test_diffusers_within_the_budget(asked):
+def test_diffusers_is_within_the_budget(asked):
     pytest.importorskip("diffusers")
     from attnbench.integrations.diffusers import register
 
@@ -154,7 +154,7 @@ def test_diffusers_within_the_budget(asked):
 
 
 @pytest.mark.parametrize("asked", [{}, {"max_error": 0.12}, {"backend": "triton", "dtype": "fp8"}])
-def test_the_drop_in_for_sdpa(asked):
+def test_the_sdpa_replacement_agrees_with_sdpa(asked):
     q, k, v = rows(), rows(1, heads=2), rows(2, heads=2)
     named = {"is_causal": True, "enable_gqa": True}
     wanted = F.scaled_dot_product_attention(q, k, v, **named)
@@ -170,7 +170,7 @@ def test_the_drop_in_for_sdpa(asked):
         assert error(mine, theirs) < bound
 
 
-def test_gradients_in_autograds_own_thread_are_no_call_of_the_block():
+def test_gradients_in_autograds_thread_are_not_counted_as_calls_of_the_block():
     """Kernels' backwards run in a thread that inherits the block's mode; what they ask of torch stays torch's."""
     q = rows()
     with replaced("sdpa-flash") as calls, attnbench.use_backend("sdpa-flash"):

@@ -16,7 +16,7 @@ SPEC = AttentionSpec.make(batch=1, heads=2, seqlen_q=64, head_dim=64)
 PLANS = [Plan.parse(f"graph:bf16-{name}") for name in ("one", "waits", "two")]
 
 
-def test_a_call_that_cannot_be_recorded_is_timed_as_it_is_and_so_are_its_neighbours(monkeypatch):
+def test_a_call_that_cannot_be_captured_is_timed_uncaptured_with_its_backend(monkeypatch):
     device = torch.device("cuda", 0)
     workers, made = [], Worker.start
 

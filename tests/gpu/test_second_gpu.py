@@ -30,7 +30,7 @@ def plans() -> list[str]:
 
 
 @pytest.mark.parametrize("plan", plans())
-def test_the_current_device_does_not_matter(plan: str) -> None:
+def test_results_do_not_depend_on_the_current_device(plan: str) -> None:
     second = torch.device("cuda", 1)
     assert torch.cuda.current_device() == 0
     generator = torch.Generator(second).manual_seed(0)
@@ -50,7 +50,7 @@ def test_the_current_device_does_not_matter(plan: str) -> None:
         assert relative_l2(each.cpu(), truth) <= bound
 
 
-def test_two_gpus_that_share_sequences_answer_as_one_over_nccl(tmp_path: Path) -> None:
+def test_two_gpus_that_share_sequences_agree_with_one_over_nccl(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     options = "--lengths 2048 8192 --heads 8 --kv-heads 2 --repeat 1 --out ring.json"
     script = RESULTS / "ring.py"

@@ -41,6 +41,6 @@ def plans() -> list[str]:
 
 
 @pytest.mark.parametrize("plan", plans())
-def test_a_thread_s_first_call_is_as_good_as_any(plan: str) -> None:
+def test_a_threads_first_gpu_call_works(plan: str) -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM, plan], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]

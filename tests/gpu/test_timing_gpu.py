@@ -51,7 +51,7 @@ def usable():
 
 
 @pytest.mark.usefixtures("usable")
-def test_samples_of_a_known_length_agree_with_it():
+def test_samples_agree_with_a_known_duration():
     """In turns, because clocks may go up between one and the other."""
     one, two = (partial(torch.cuda._sleep, count * CYCLES) for count in (1, 2))
     ratios = []
@@ -64,7 +64,7 @@ def test_samples_of_a_known_length_agree_with_it():
 
 
 @pytest.mark.usefixtures("usable")
-def test_a_call_that_the_device_outruns_is_host_bound():
+def test_a_call_that_is_faster_on_the_device_than_on_the_host_is_host_bound():
     def waits():
         torch.cuda._sleep(CYCLES // 100)
         torch.cuda.synchronize()
@@ -99,7 +99,7 @@ def test_the_l2_is_evicted_before_each_sample():
 
 
 @pytest.mark.usefixtures("usable")
-def test_work_left_on_another_stream_is_late():
+def test_work_left_on_another_stream_is_reported_as_late():
     side = torch.cuda.Stream(DEVICE)
     x = torch.zeros(8, device=DEVICE)
 
@@ -121,7 +121,7 @@ def test_work_left_on_another_stream_is_late():
 
 
 @pytest.mark.usefixtures("usable")
-def test_a_replay_computes_what_the_call_does_from_what_lies_there_now():
+def test_a_replay_computes_the_call_on_the_current_values():
     x, y = whole(SIZE, SIZE), whole(SIZE, SIZE, seed=1)
     replay = replay_of(partial(product, x, y), DEVICE)
     assert replay is not None
@@ -137,7 +137,7 @@ def test_a_replay_computes_what_the_call_does_from_what_lies_there_now():
 
 
 @pytest.mark.usefixtures("usable")
-def test_a_replay_keeps_what_its_graph_reads():
+def test_a_replay_keeps_its_graphs_inputs_alive():
     """Nobody else holds the operands; whoever allocates next must not be given their memory."""
     inputs = whole(SIZE, SIZE), whole(SIZE, SIZE, seed=1)
     expected = product(*inputs)
@@ -160,7 +160,7 @@ def test_a_replay_keeps_what_its_graph_reads():
 
 
 @pytest.mark.usefixtures("usable")
-def test_a_replay_gives_its_memory_back():
+def test_a_replay_frees_its_memory():
     x = whole(4 * SIZE, 4 * SIZE)
 
     def once():
@@ -213,14 +213,14 @@ except RecordingError:
 
 
 @pytest.mark.parametrize("call", ["asks_the_host", "waits_for_the_device", "fails_while_recorded"])
-def test_what_cannot_be_recorded_is_said_and_runs_on_unrecorded(call):
+def test_a_call_that_cannot_be_captured_is_reported_and_runs_uncaptured(call):
     """In a process of its own, which torch leaves unfit for further recording."""
     done = subprocess.run([sys.executable, "-c", RECORDING, call], capture_output=True, text=True, timeout=300)
     assert done.stdout == "refused\n", done.stderr
 
 
 @pytest.mark.usefixtures("usable")
-def test_a_replay_with_another_answer_is_refused():
+def test_a_replay_with_a_different_result_is_refused():
     """A kernel that decides on the host what to do: the graph would repeat one decision for ever."""
     x, count = whole(SIZE, SIZE), []
 
@@ -232,7 +232,7 @@ def test_a_replay_with_another_answer_is_refused():
 
 
 @pytest.mark.usefixtures("usable")
-def test_samples_of_a_replay_are_those_of_the_device():
+def test_samples_of_a_replay_measure_the_device():
     """A call whose host takes longer than its device: the replay leaves the host's part out."""
     x = normal(64, 64)
 

@@ -19,7 +19,7 @@ def _rows(folder: Path, steps: int = 24, **settings):
 
 
 @pytest.mark.parametrize("settings", [{}, {"checkpointing": True}, {"compile": True}, {"attention": "sdpa-flash"}])
-def test_attention_is_found_among_the_kernels(tmp_path: Path, settings: dict) -> None:
+def test_attention_kernels_are_identified_in_the_profile(tmp_path: Path, settings: dict) -> None:
     (row,) = _rows(tmp_path, **settings)
     assert row.status == "ok"
     assert row.attention is not None
@@ -32,7 +32,7 @@ def test_attention_is_found_among_the_kernels(tmp_path: Path, settings: dict) ->
     assert [sign.step for sign in row.signs] == [0, 12, 23]
 
 
-def test_offloaded_inputs_leave_the_device_and_learn_the_same(tmp_path: Path) -> None:
+def test_offloaded_inputs_save_memory_and_give_the_same_losses(tmp_path: Path) -> None:
     settings = {"seqlen": 8192, "layers": 8, "attention": "sdpa-flash", "checkpointing": True}
     rows = {}
     for offload in (False, True):
@@ -54,7 +54,7 @@ def test_longer_sequences_spend_more_of_a_step_in_attention(tmp_path: Path) -> N
     assert shares[1] > 1.5 * shares[0]
 
 
-def test_a_diverging_run_on_a_gpu_ends_although_its_losses_are_read_late(tmp_path: Path) -> None:
+def test_a_diverging_run_ends_despite_delayed_reading_of_losses(tmp_path: Path) -> None:
     (row,) = _rows(tmp_path, steps=60, lr=1e30, grad_clip=0.0, warmup=0)
     assert row.status == "diverged"
     assert 5 <= len(row.loss) < 40

@@ -53,7 +53,7 @@ budgets = st.floats(-17, -0.5).map(lambda power: 10**power)
 
 @settings(max_examples=30)
 @given(specs, budgets | st.sampled_from([0.0019, 0.002, 0.0025, 0.003, 0.005, 0.00024, 0.0005]), st.booleans())
-def test_what_runs_is_within_the_budget_or_nothing_runs(spec, budget, fp8):
+def test_chosen_plan_is_within_the_budget_or_none_runs(spec, budget, fp8):
     q, k, v, grad_out = drawn(spec)
     leaves = [x.requires_grad_(spec.training) for x in (q, k, v)]
     more = {"max_error": budget, "dtype": None if fp8 else spec.dtype, "is_causal": spec.mask.kind == "causal"}
@@ -72,14 +72,14 @@ def test_what_runs_is_within_the_budget_or_nothing_runs(spec, budget, fp8):
 
 @pytest.mark.parametrize(("dtype", "budget"), [("bf16", 0.005), ("fp16", 0.0007), ("fp32", 3e-6), ("fp64", 1e-12)])
 @pytest.mark.parametrize("direction", ["forward", "training"])
-def test_a_default_kernel_that_keeps_a_budget_does_not_lose_to_a_slow_one(dtype, budget, direction):
+def test_a_default_kernel_within_the_budget_is_not_replaced_by_a_slower_one(dtype, budget, direction):
     spec = square(dtype, direction)
     assert asked(spec, max_error=budget, dtype=dtype).plan == asked(spec).plan
     assert str(asked(spec).plan).startswith(f"sdpa-flash:{dtype}")
 
 
 @pytest.mark.parametrize(("dtype", "closed"), [("bf16", True), (torch.bfloat16, True), ("fp8", False), (None, False)])
-def test_a_budget_with_the_tensors_own_dtype_keeps_fp8_closed(dtype, closed):
+def test_a_budget_with_the_tensors_own_dtype_excludes_fp8(dtype, closed):
     choice = asked(square(), max_error=0.25, dtype=dtype)
     assert any(each.verdict == "not asked for" for each in choice.candidates) is closed
 
@@ -102,7 +102,7 @@ def allowing():
 
 @pytest.mark.parametrize("backend", ["sdpa-flash:fp32", "sdpa-math:fp32", "reference:fp32"])
 @pytest.mark.parametrize("how", ["medium", "newer"])
-def test_no_setting_of_torch_shortens_the_products_that_a_budget_was_declared_for(allowing, backend, how):
+def test_torchs_precision_settings_do_not_reduce_the_precision_of_a_budgeted_call(allowing, backend, how):
     q, k, v, grad_out = drawn(square("fp32", "training"))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     answers = []
@@ -115,7 +115,7 @@ def test_no_setting_of_torch_shortens_the_products_that_a_budget_was_declared_fo
 
 
 @pytest.mark.parametrize("direction", ["forward", "training"])
-def test_a_budget_that_nothing_keeps_says_what_the_best_plan_reaches(direction):
+def test_an_unreachable_budget_error_states_the_best_plans_error(direction):
     spec = square(direction=direction)
     with pytest.raises(NoPlanError) as caught:
         asked(spec, max_error=1e-9)
@@ -129,7 +129,7 @@ def test_a_budget_that_nothing_keeps_says_what_the_best_plan_reaches(direction):
     assert any(plan.startswith("fa4") for plan in caught.value.reasons)
 
 
-def test_a_context_and_a_named_plan_are_held_to_it_too():
+def test_the_budget_applies_to_contexts_and_named_plans():
     with use_backend(max_error=1e-9), pytest.raises(NoPlanError, match="max_error=1e-09"):
         asked(square())
     with pytest.raises(BudgetError) as caught:
@@ -141,12 +141,12 @@ def test_a_context_and_a_named_plan_are_held_to_it_too():
 
 
 @pytest.mark.parametrize("budget", [0, -0.1, -math.inf, math.nan, True, "0.1", 1e-400, 10**400])
-def test_a_budget_that_is_no_positive_number_is_named(budget):
+def test_a_nonpositive_budget_is_an_error_that_names_it(budget):
     with pytest.raises(InputError, match="max_error must be a positive relative error"):
         asked(square(), max_error=budget)
 
 
-def test_what_was_measured_is_what_the_best_plan_reaches():
+def test_the_budget_error_reports_the_measured_error_of_the_best_plan():
     rows = table(entry("slow:bf16", 1.0, normal=0.004), entry("fast:bf16", 1.0, outlier=0.0031))
     with pytest.raises(NoPlanError) as caught:
         pick(table=rows, max_error=0.003)
@@ -159,7 +159,7 @@ def test_what_was_measured_is_what_the_best_plan_reaches():
         pick(table=table(entry("slow:bf16", 1.0, normal=0.02), entry("fast:bf16", 1.0, normal=0.03)))
 
 
-def test_where_only_fp8_could_run_the_error_says_how_to_admit_it():
+def test_the_error_says_how_to_allow_fp8_when_only_fp8_could_run():
     known = fake_registry(fake_backend("fast", FakeForward("fast:fp8")))
     with pytest.raises(NoPlanError, match='dtype="fp8" or a max_error admits'):
         choose(square(), CPU, known=known)

@@ -39,7 +39,7 @@ def entry(at: AttentionSpec, time: float, plan: Plan = PLAN, **more) -> Entry:
 LENGTHS = (256, 512, 2048, 4096, 16384)
 
 
-def test_the_error_is_honest_and_grows_with_the_distance():
+def test_the_predicted_time_error_is_calibrated_and_grows_with_distance():
     """Over random plans whose times scatter around a law, about two in three must fall within one error."""
     chance = random.Random(7)
     scores = []
@@ -58,7 +58,7 @@ def test_the_error_is_honest_and_grows_with_the_distance():
     assert errors[0] < errors[3]
 
 
-def test_where_operations_are_all_of_a_time_a_measured_shape_leaves_little_doubt():
+def test_a_measured_compute_bound_shape_has_a_small_prediction_error():
     """What a launch may take elsewhere says nothing there."""
     model = CostModel([entry(spec(length), law(spec(length), launch=1e-5)) for length in LENGTHS])
     assert model.predict(PLAN, spec(LENGTHS[-1])).error < 0.1
@@ -84,7 +84,7 @@ def test_bytes_of_a_packed_batch_are_those_of_its_tokens():
 
 
 @pytest.mark.parametrize(("seen", "expected"), [(0.5, 1.2), (2.0, 2.0)])
-def test_a_mixed_pair_takes_no_less_than_its_backward_s_own_pair_with_the_other_forward(seen, expected):
+def test_a_mixed_pair_is_predicted_from_its_two_kernels(seen, expected):
     """Its own two say half of the time, or twice; its kernels say 1.2: a third is forward, 1.6 times as long."""
     own, mixed = Plan("y:bf16", "y:bf16"), Plan("x:bf16", "y:bf16")
     entries = []
@@ -132,7 +132,7 @@ def fitted(monkeypatch) -> list[int]:
     return found
 
 
-def test_keys_that_grow_one_by_one_ask_a_huge_table_for_few_fits_in_any_order(fitted):
+def test_keys_that_grow_one_by_one_need_few_fits_of_a_large_table_in_any_order(fitted):
     many = [entry(spec(length, batch), law(spec(length, batch))) for length in range(64, 1664, 8) for batch in (1, 4)]
     lengths = list(range(700, 800))
     forwards, backwards = (
@@ -145,7 +145,7 @@ def test_keys_that_grow_one_by_one_ask_a_huge_table_for_few_fits_in_any_order(fi
     assert set(fitted) == {256}  # the nearest of the 400
 
 
-def test_threads_that_crowd_one_another_out_are_all_answered(monkeypatch):
+def test_a_fit_evicted_by_another_thread_still_gives_a_prediction(monkeypatch):
     """Another thread's fits take the place of this one's in the moment in which it is kept."""
 
     class Crowded(dict):
@@ -158,7 +158,7 @@ def test_threads_that_crowd_one_another_out_are_all_answered(monkeypatch):
     assert model.predict(PLAN, spec(2048)) == CostModel([entry(spec(), law(spec()))]).predict(PLAN, spec(2048))
 
 
-def test_fits_that_are_kept_have_an_end(monkeypatch):
+def test_the_number_of_cached_fits_is_bounded(monkeypatch):
     monkeypatch.setattr(cost_model, "_MOST_FITS", 2)
     plans = [Plan(f"{name}:bf16") for name in "abcd"]
     model = CostModel([entry(spec(), law(spec()), plan) for plan in plans])
@@ -167,7 +167,7 @@ def test_fits_that_are_kept_have_an_end(monkeypatch):
     assert {plan: model.predict(plan, spec(2048)) for plan in plans} == found
 
 
-def test_a_fit_takes_one_thread_of_blas_and_gives_the_others_back(monkeypatch):
+def test_a_fit_uses_one_blas_thread_and_restores_the_limit(monkeypatch):
     """Whatever other threads fit meanwhile, and where a fit fails."""
 
     def threads() -> set[int]:

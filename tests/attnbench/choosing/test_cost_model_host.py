@@ -34,7 +34,7 @@ def called(at: AttentionSpec, host: float, scatter: float = 0.2) -> Entry:
     return Entry(at, PLAN, "ok", time, time * (scatter if waited else 0.01), {"normal": 0.002})
 
 
-def test_where_both_parts_are_known_each_is_predicted_by_the_specs_that_run_the_same_code():
+def test_host_and_device_times_are_predicted_from_specs_that_run_the_same_code():
     """All calls waited for the host, so their times alone say nothing of the device."""
     entries = [
         replace(called(at, host), host_ms=host, device_ms=device(at))
@@ -49,7 +49,7 @@ def test_where_both_parts_are_known_each_is_predicted_by_the_specs_that_run_the_
     assert model.predict(PLAN, far).time_ms == pytest.approx(device(far), rel=0.3)
 
 
-def test_a_host_that_ran_other_code_tells_less_than_one_of_another_table_that_ran_this():
+def test_another_tables_host_time_for_the_same_code_outweighs_this_tables_for_other_code():
     """As on an H200, whose table knew sdpa-efficient without groups, which an H100's had seen expanded at 2.5 times."""
 
     def table(host: float, **more) -> Table:
@@ -64,7 +64,7 @@ def test_a_host_that_ran_other_code_tells_less_than_one_of_another_table_that_ra
     assert PooledModel([own, other]).predict(PLAN, asked).time_ms == pytest.approx(125.0, rel=0.1)
 
 
-def test_a_call_that_repeats_itself_is_believed_where_it_leaves_the_law_and_one_that_scatters_is_not():
+def test_an_outlier_has_weight_only_if_its_samples_repeat():
     def heard(scatter: float) -> float:
         odd = spec(512)
         entries = [called(spec(length), 0.0) for length in LENGTHS if length != 512]
@@ -75,7 +75,7 @@ def test_a_call_that_repeats_itself_is_believed_where_it_leaves_the_law_and_one_
     assert heard(0.3) < 0.2
 
 
-def test_a_few_queries_leave_most_of_a_gpu_idle():
+def test_a_spec_with_few_queries_is_predicted_to_underuse_the_gpu():
     """From many queries a plan is known; one sixteenth of them takes as long where they all run at once."""
 
     def of(queries: int, keys: int) -> AttentionSpec:
@@ -87,7 +87,7 @@ def test_a_few_queries_leave_most_of_a_gpu_idle():
 
 
 @given(st.floats(-8, 8), st.floats(0.01, 2), st.floats(-8, 8), st.floats(0.05, 0.95))
-def test_the_longer_of_two_is_below_its_quantile_as_often_as_said(level, deviation, mean, share):
+def test_the_maximum_of_two_normals_is_below_its_quantile_with_the_given_probability(level, deviation, mean, share):
     host, device = (level, 0.35), (mean, deviation)
     bound = longer(host, device, share)
     assert NormalDist(*host).cdf(bound) * NormalDist(*device).cdf(bound) == pytest.approx(share, abs=1e-3)

@@ -31,7 +31,7 @@ def law(at: AttentionSpec) -> float:
 
 
 @pytest.mark.parametrize("spread", [0.01, 0.1, 0.2])
-def test_a_new_draw_stays_below_in_95_of_100(spread):
+def test_the_bound_covers_95_percent_of_new_draws(spread):
     chance = random.Random(7)
 
     def drawn(at: AttentionSpec) -> float:
@@ -51,7 +51,7 @@ def test_a_new_draw_stays_below_in_95_of_100(spread):
 
 @settings(max_examples=15)
 @given(st.dictionaries(st.sampled_from([256, 1024, 2048, 8192]), st.floats(0.01, 0.5), min_size=1), st.floats(0, 8))
-def test_beyond_the_most_keys_an_error_goes_on_to_grow_or_stays(errors, doublings):
+def test_beyond_the_most_measured_keys_the_error_bound_does_not_fall(errors, doublings):
     model = ErrorModel(entry(spec(keys=keys), error) for keys, error in errors.items())
 
     def bound(keys: float) -> float:
@@ -65,7 +65,7 @@ def test_beyond_the_most_keys_an_error_goes_on_to_grow_or_stays(errors, doubling
 
 
 @pytest.mark.parametrize("most", [8192, pytest.param(16384, marks=pytest.mark.exhaustive)])
-def test_the_longest_of_the_table_that_ships_stay_below_what_the_shorter_predict_and_kernels_declare(most):
+def test_the_shipped_tables_longest_specs_stay_below_the_predicted_and_declared_errors(most):
     table, known = Table.load(ROOT / "attnbench" / "tables" / "nvidia-h200.json"), registry()
     entries = [each for each in table.entries.values() if each.usable and each.plan.fp8]
     model = ErrorModel(each for each in entries if summed(each.spec) <= most)

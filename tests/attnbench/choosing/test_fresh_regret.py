@@ -26,7 +26,7 @@ def scores(of=None, tables=None):
     return list(fresh_scores(of or truth(), Known.of(tables or lawful()), KNOWN))
 
 
-def test_choices_are_scored_as_on_the_host_of_the_tables():
+def test_choices_are_scored_at_the_host_speed_of_the_tables():
     """What a slow host made equally long is as fast as its device on one that is twice as fast."""
     slow, fast = (name for name, (_, _, error) in LAWS.items() if error < 0.01)
     parts = {slow: (0.9, 0.8), fast: (1.0, 0.2)}
@@ -42,7 +42,7 @@ def test_choices_are_scored_as_on_the_host_of_the_tables():
     assert best == {0.02: {Plan.parse(slow)}, 0.01: {Plan.parse(fast)}}
 
 
-def test_what_may_win_is_kept_with_the_choices_and_what_is_surely_slower_is_not():
+def test_contenders_include_the_choices_and_exclude_plans_that_are_surely_slower():
     slow, near, far = (Plan.parse(name) for name in ("slow:bf16", "near:bf16", "far:bf16"))
     known = fake_registry(
         fake_backend("near", FakeForward("near:bf16", preference=10)),
@@ -66,7 +66,7 @@ def test_what_may_win_is_kept_with_the_choices_and_what_is_surely_slower_is_not(
 
 
 @pytest.mark.parametrize("compiles", [False, True])
-def test_what_must_be_compiled_is_left_out_sooner(compiles):
+def test_plans_that_must_be_compiled_are_excluded_earlier(compiles):
     """It is 35 % slower, and the measurements follow the law so well that there is no doubt."""
     near, other = Plan.parse("near:bf16"), Plan.parse("other:bf16")
     known = fake_registry(
@@ -82,7 +82,7 @@ def test_what_must_be_compiled_is_left_out_sooner(compiles):
         assert found[near]
 
 
-def test_what_the_table_knows_of_the_very_shape_is_forgotten():
+def test_entries_for_the_scored_shape_itself_are_ignored():
     """A table that claims the slow plan to be fast at the fresh shape alone: by it, the choice would be wrong."""
     at = FRESH[0]
     lie = Entry(at, Plan.parse("near:bf16"), "ok", 1e-6, 1e-9, {"outlier": 0.002})
@@ -91,7 +91,7 @@ def test_what_the_table_knows_of_the_very_shape_is_forgotten():
     assert plain == lied
 
 
-def test_a_choice_beyond_its_budget_is_no_success_however_fast():
+def test_a_fast_choice_beyond_its_budget_is_a_failure():
     """far:fp8 was seen at 0.06 and is 0.5 off at the fresh shapes."""
     wild = truth(LAWS | {"far:fp8": (0.3, 0.1, 0.5)})
     found = [each for each in scores(wild) if each.plan == Plan.parse("far:fp8")]
@@ -101,7 +101,7 @@ def test_a_choice_beyond_its_budget_is_no_success_however_fast():
     assert any(each.violations for each in summary_of(scores(scattering(["far:fp8"], wild))))  # scatter hides none
 
 
-def test_shapes_of_a_type_that_no_table_knows_are_chosen_by_a_rule_and_counted():
+def test_dtypes_absent_from_every_table_are_chosen_by_rule_and_counted():
     unknown = [replace(at, dtype="fp16") for at in FRESH]
     (plain, _) = summary_of(scores(truth(specs=unknown)))
     assert plain.rules == plain.choices == len(unknown)
@@ -119,7 +119,7 @@ def scattering(plans, table, specs=FRESH):
 
 
 @pytest.mark.parametrize("hidden", ["the choice", "the best"])
-def test_times_that_scatter_hide_a_regret_and_do_not_count(hidden):
+def test_choices_with_noisy_times_are_not_scored(hidden):
     """By 16 bits near:bf16 is chosen at both shapes, which takes nine times as long as far:bf16 at the second."""
     slow = truth(LAWS | {"near:bf16": (0.02, 9.0, 0.002)}, FRESH[1:])
     both = replace(truth(), entries={**truth(specs=FRESH[:1]).entries, **slow.entries})
@@ -140,7 +140,7 @@ def test_times_that_scatter_hide_a_regret_and_do_not_count(hidden):
 check = partial(attnbench, "table", "check")
 
 
-def test_the_command_says_what_scatters_and_scores_nothing_that_scatters_alone(tmp_path, monkeypatch):
+def test_the_command_reports_noisy_times_and_fails_if_all_are_noisy(tmp_path, monkeypatch):
     monkeypatch.setattr("attnbench.kernels.registry.registry", lambda: KNOWN)
     mine, fresh = tmp_path / "mine.json", tmp_path / "fresh.json"
     lawful().save(mine)
@@ -205,5 +205,5 @@ def test_fresh_shapes_are_measured_resumed_and_scored(tmp_path):
         (["--fresh", "2", "--resume"], "--resume needs --out"),
     ],
 )
-def test_misuse_is_said_and_nothing_is_measured(arguments, said):
+def test_misuse_is_reported_before_anything_is_measured(arguments, said):
     fails(check(*arguments), 2, said)

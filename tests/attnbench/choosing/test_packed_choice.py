@@ -15,7 +15,7 @@ def packed(sequences: int, longest: int, total: int) -> AttentionSpec:
     return spec(batch=sequences, seqlen_q=longest, lengths=kind)
 
 
-def test_sequences_of_one_length_speak_for_packed_ones():
+def test_equal_length_measurements_are_evidence_for_packed_batches():
     """Times are those of as much work, errors those of the longest sequence; both with a wider doubt."""
     fast, narrow = Plan.parse("fast:bf16"), Plan.parse("fast:fp8")
     at = [spec(batch=2, seqlen_q=n) for n in (1024, 2048, 4096)]
@@ -34,7 +34,7 @@ def test_sequences_of_one_length_speak_for_packed_ones():
     assert Evidence(asked, known).candidate(narrow, 0.1, None).verdict == "unmeasured"  # with 8,192 keys
 
 
-def test_measured_packed_batches_beat_what_sequences_of_one_length_say():
+def test_measured_packed_batches_outweigh_equal_length_measurements():
     """In times and in errors, at their spec and near it; a plan that has none is still predicted from the others."""
     fast, slow = Plan.parse("fast:bf16"), Plan.parse("slow:bf16")
     at = [spec(batch=16, seqlen_q=n) for n in (512, 1024, 2048, 4096)]  # enough to keep a GPU busy

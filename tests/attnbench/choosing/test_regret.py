@@ -39,7 +39,7 @@ def shuffled(table: Table, seed: int = 0) -> Table:
     return Table.from_entries(table.environment, dealt)
 
 
-def test_an_error_that_no_neighbour_shows_is_a_violation():
+def test_an_error_above_the_neighbours_prediction_counts_as_a_violation():
     def with_error_at(length: int) -> list[Score]:
         table = lawful({**LAWS, "far:fp8": (0.001, 0.1, 0.06)}, PLAIN)
         bad = spec(length)
@@ -54,7 +54,7 @@ def test_an_error_that_no_neighbour_shows_is_a_violation():
     assert not any(each.violated for each in with_error_at(16384))
 
 
-def test_what_fp8_would_have_saved_where_it_was_not_vouched_for_is_caution():
+def test_time_lost_by_rejecting_unproven_fp8_is_counted_as_caution():
     """Far in front everywhere, and never chosen at the longest shape, to which no measured one reaches up."""
     table = lawful({**LAWS, "far:fp8": (0.001, 0.1, 0.06)}, PLAIN)
     for each in held_out(table, KNOWN, questions=[Asked(True)]):
@@ -80,7 +80,7 @@ def test_summaries_are_of_the_ratios():
     assert not summarised([score(0.01, violated=True), *[score(0.01)] * 98])[0].passes
 
 
-def test_auto_is_held_against_each_backend_and_what_torch_takes_first():
+def test_auto_is_compared_with_each_backend_and_with_torchs_default():
     laws = {**LAWS, "sdpa-flash:bf16": (0.02, 3.0, 0.002)}
     table = lawful(laws)
     only_short = {spec(512), spec(512, mask=Mask(right=0))}
@@ -99,7 +99,7 @@ def test_auto_is_held_against_each_backend_and_what_torch_takes_first():
     assert rows["near"].slow_down == pytest.approx(expected, abs=0.01)
 
 
-def test_torch_takes_the_first_of_its_backends_for_both_passes_where_it_can():
+def test_torchs_default_is_its_first_backend_that_serves_both_passes():
     alone, mixed = Plan("sdpa-cudnn:bf16", "sdpa-cudnn:bf16"), Plan("sdpa-cudnn:bf16", "sdpa-flash:bf16")
     assert dict(_by_backend({alone: 3.0, mixed: 2.0}, registry())) == {"sdpa-cudnn": 2.0, TORCH_DEFAULT: 3.0}
     assert dict(_by_backend({mixed: 2.0}, registry())) == {"sdpa-cudnn": 2.0, TORCH_DEFAULT: 2.0}
@@ -108,7 +108,7 @@ def test_torch_takes_the_first_of_its_backends_for_both_passes_where_it_can():
 check = partial(attnbench, "table", "check")
 
 
-def test_the_table_that_ships_keeps_the_bounds_however_it_is_halved():
+def test_the_shipped_table_meets_the_regret_bounds_for_every_split():
     scores = list(held_out(Table.load(SHIPPED), registry(), splits=examples(1, 4), seed=1))
     assert sum(score.violated for score in scores) <= 0.01 * len(scores)
     summaries = summarised(score for score in scores if score.steady)
@@ -118,7 +118,7 @@ def test_the_table_that_ships_keeps_the_bounds_however_it_is_halved():
 
 
 @pytest.mark.parametrize(("make", "code", "last"), [(lawful, 0, "passed"), (lambda: shuffled(lawful()), 1, "failed")])
-def test_the_command_says_whether_a_table_chooses_well(tmp_path, make, code, last):
+def test_the_command_reports_whether_regret_is_within_the_bounds(tmp_path, make, code, last):
     laws = make()
     names = {"near:bf16": "sdpa-flash:bf16", "far:bf16": "sdpa-cudnn:bf16", "far:fp8": "fa3:fp8"}
     assert set(names) == set(LAWS)

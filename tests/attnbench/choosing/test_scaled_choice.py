@@ -62,7 +62,7 @@ def by(monkeypatch):
 
 
 @pytest.mark.parametrize("length", [4096, 6000])
-def test_a_scaled_choice_says_so_wherever_it_is_shown(by, length):
+def test_a_scaled_choice_is_labelled_in_every_output(by, length):
     choice = by(known(slow=300, fast=500, fp8=800), spec(length))
     assert (str(choice.plan), choice.basis, choice.chosen.scaled_from) == ("fast:bf16", "scaled", "NVIDIA H200")
     assert "(by prediction scaled from NVIDIA H200)" in str(choice)
@@ -84,7 +84,7 @@ def test_fp8_is_chosen_by_the_errors_of_the_other_gpu(by):
         by(known(slow=300, fast=500), max_error=1e-4)
 
 
-def test_a_lead_within_the_error_of_scaling_is_none(by):
+def test_a_lead_within_the_scaling_error_does_not_decide(by):
     """Measured there, 4 % decide; scaled they do not, and margins say by how much they would have to differ."""
     rates = {"slow": 400, "fast": 416}
     assert str(by(Known.of(table(**rates))).plan) == "fast:bf16"
@@ -94,7 +94,7 @@ def test_a_lead_within_the_error_of_scaling_is_none(by):
     assert not by(known(slow=400, fast=600)).margin.inside_noise
 
 
-def test_a_table_of_this_gpu_decides_where_it_knows_the_class(by):
+def test_a_table_of_this_gpu_decides_for_the_classes_that_it_measured(by):
     own = table(H100, lengths=(8192,), slow=500, fast=300)
     tables = Known((own, scaled(table(slow=300, fast=500), H100)))
     for length in (8192, 6000):
@@ -107,7 +107,7 @@ def test_a_table_of_this_gpu_decides_where_it_knows_the_class(by):
     assert by(swapped, spec(6000)).basis == "predicted"
 
 
-def test_tables_predict_together_and_the_one_that_knows_more_counts_for_more(by):
+def test_pooled_predictions_give_more_weight_to_the_table_with_more_measurements(by):
     """This GPU's table has one length, far from the others; between them the other GPU's has three."""
     own = table(H100, lengths=(512,), slow=500, fast=300)
     other = scaled(table(slow=300, fast=500, fp8=800), H100)
@@ -124,7 +124,7 @@ def test_tables_predict_together_and_the_one_that_knows_more_counts_for_more(by)
     assert near["fast:fp8"].time_ms == alone["fast:fp8"].time_ms
 
 
-def test_the_lead_of_a_plan_that_one_table_knows_over_one_that_the_other_knows_is_doubted_most(by):
+def test_leads_between_plans_of_different_tables_have_the_largest_uncertainty(by):
     own, other = table(H100, lengths=(1024, 4096), slow=500), scaled(table(fast=520), H100)
     apart = by(Known((own, other)), spec(2048)).margin
     together = by(Known.of(table(H100, lengths=(1024, 4096), slow=500, fast=520)), spec(2048)).margin
@@ -152,7 +152,7 @@ def caught(choice, *devices) -> list[str]:
     return [str(each.message) for each in found]
 
 
-def test_a_rule_on_a_gpu_warns_once_a_device_in_one_line(by, gpu):
+def test_a_choice_by_rule_on_a_gpu_warns_once_per_device_in_one_line(by, gpu):
     choice = by(Known())
     assert choice.basis == "rule"
     (said,) = caught(choice, gpu, gpu)
@@ -163,7 +163,7 @@ def test_a_rule_on_a_gpu_warns_once_a_device_in_one_line(by, gpu):
     assert len(caught(choice, torch.device("cuda", 1))) == 1
 
 
-def test_nothing_warns_on_a_cpu_or_where_something_else_decided(by, gpu):
+def test_a_choice_on_a_cpu_or_not_by_rule_does_not_warn(by, gpu):
     assert caught(by(Known()), CPU) == []
     chosen = [by(known(slow=300)), by(Known.of(table(slow=300))), by(known(slow=300), backend="slow")]
     assert [each.basis for each in chosen] == ["scaled", "measured", "explicit"]
@@ -171,7 +171,7 @@ def test_nothing_warns_on_a_cpu_or_where_something_else_decided(by, gpu):
     assert [caught(each, gpu) for each in chosen] == [[], [], []]
 
 
-def test_a_rule_may_warn_as_an_error_and_the_next_call_works(by, gpu):
+def test_the_next_call_works_after_the_rule_warning_was_raised_as_an_error(by, gpu):
     choice = by(Known())
     with warnings.catch_warnings():
         warnings.simplefilter("error")

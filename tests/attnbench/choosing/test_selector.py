@@ -16,7 +16,7 @@ from attnbench.errors import BudgetError, NoPlanError, RefusedError
 from attnbench.tables.table import Entry, Table
 
 
-def test_measured_times_decide_and_fp8_waits_to_be_asked():
+def test_measured_times_decide_and_fp8_needs_opting_in():
     choice = pick()
     assert (str(choice.plan), choice.basis) == ("fast:bf16", "measured")
     assert verdicts(choice) == {
@@ -45,7 +45,7 @@ def fp8(choice):
 
 
 @given(error=st.floats(0.02, 0.15))
-def test_an_fp8_error_counts_for_more_the_more_the_class_differs(error):
+def test_the_predicted_fp8_error_grows_with_the_difference_between_classes(error):
     measured = table(entry("fast:bf16", 2.0), entry("fast:fp8", 1.0, normal=0.02, outlier=error))
     for mask in (Mask(), Mask(None, 0)):
         found = [fp8(pick(spec(head_dim=each, mask=mask), table=measured, fp8=True)) for each in (64, 128, 256)]
@@ -68,7 +68,7 @@ def outliers(*errors: float, **more) -> Table:
     )  # fmt: skip
 
 
-def test_a_fault_at_one_head_dimension_is_not_averaged_away():
+def test_a_large_error_at_one_head_dimension_is_not_averaged_away():
     good = [each for dim in (32, 64, 96, 256) for each in outliers(*[0.08] * 8, head_dim=dim).entries.values()]
     bad = outliers(0.3, head_dim=128).entries.values()
     for head_dim, allowed in ((64, True), (128, False)):
@@ -76,7 +76,7 @@ def test_a_fault_at_one_head_dimension_is_not_averaged_away():
         assert pick(asked, table=table(*good, *bad), fp8=True, max_error=0.2).plan.fp8 == allowed
 
 
-def test_classes_farther_away_prove_the_keys_that_the_nearest_other_class_lacks():
+def test_a_farther_class_is_evidence_for_lengths_that_the_nearest_class_lacks():
     near = [entry("fast:bf16", 2.0), entry("fast:fp8", 1.0, normal=0.02, outlier=0.02)]
     far = entry("fast:fp8", 100.0, spec(seqlen_q=16384, head_dim=128), normal=0.02, outlier=0.02)
     asked = spec(seqlen_q=8192, softcap=3.0)
@@ -84,7 +84,7 @@ def test_classes_farther_away_prove_the_keys_that_the_nearest_other_class_lacks(
         assert (verdicts(pick(asked, table=table(*entries), fp8=True))["fast:fp8"] != "unmeasured") == proven
 
 
-def test_a_failure_of_its_own_class_weighs_more_than_a_success_of_another():
+def test_a_failure_in_the_same_class_outweighs_a_success_in_another():
     failed = entry("fast:bf16", None, status="crashed")
     other = entry("fast:bf16", 0.5, spec(head_dim=128))
     assert verdicts(pick(spec(seqlen_q=2048), table=table(entry("slow:bf16", 3.0), failed, other)))["fast:bf16"] == (
@@ -92,7 +92,7 @@ def test_a_failure_of_its_own_class_weighs_more_than_a_success_of_another():
     )
 
 
-def test_of_two_predictions_a_hair_apart_the_better_known_wins():
+def test_the_more_certain_of_two_close_predictions_wins():
     def winner(wide: float) -> str:
         guesses = {"fast:bf16": (wide, 0.3), "slow:bf16": (1.0, 0.05)}
         candidates = [Candidate(Plan(name), "eligible", time_ms=time, basis="predicted", time_error=error)
@@ -126,14 +126,14 @@ def test_the_lead_over_a_measured_plan_is_beside_the_noise_of_both():
     assert margin.noise == pytest.approx(0.02 * math.sqrt(2))
 
 
-def test_a_plan_that_was_measured_elsewhere_competes_where_others_were_measured():
+def test_a_plan_measured_at_other_specs_competes_with_plans_measured_at_this_one():
     """A prediction that leads by more than its error beats what was measured, one that leads by less does not."""
     for time, plan in ((0.5, "fast:bf16"), (0.99, "slow:bf16")):
         some = grid(slow={512: 0.25, 1024: 1.0, 2048: 4.0}, fast={512: time / 4, 2048: time * 4})
         assert str(pick(table=some).plan) == plan
 
 
-def test_a_tie_goes_to_the_more_accurate_then_to_the_first_in_the_declared_order():
+def test_ties_are_resolved_by_accuracy_and_then_by_declared_order():
     def tied(slow: float, fast: float, fp8: float) -> str:
         return str(pick(table=grid(slow={1024: slow}, fast={1024: fast}, fp8={1024: fp8}), fp8=True).plan)
 
@@ -144,7 +144,7 @@ def test_a_tie_goes_to_the_more_accurate_then_to_the_first_in_the_declared_order
     assert tied(1.0, 1.009, 1.009) == "slow:bf16"
 
 
-def test_noise_is_half_the_spread_of_both_between_its_bounds():
+def test_the_noise_threshold_is_half_of_both_spreads_clamped_to_its_bounds():
     def winner(ratio: float, spread: float) -> str:
         rows = [Entry(spec(), Plan(name), "ok", time, time * spread, {"normal": 0.002})
                 for name, time in (("slow:bf16", ratio), ("fast:bf16", 1.0))]  # fmt: skip
@@ -167,7 +167,7 @@ def test_an_fp8_error_grows_with_the_keys_as_its_kernel_declares(growth, longest
 
 
 @pytest.mark.parametrize(("growth", "verdict"), [(None, "unmeasured"), (1.0, "chosen"), (1.3, "inaccurate")])
-def test_in_training_more_queries_are_as_much_unmeasured_as_more_keys(growth, verdict):
+def test_unmeasured_query_counts_count_like_unmeasured_key_counts_in_training(growth, verdict):
     """dK and dV are sums over queries.  What is said of the plan names the most that were measured."""
     forward, backward = FakeForward("fast:fp8", error_growth=1.0), FakeBackward("fast:fp8")
     backward.error_growth = growth
@@ -193,7 +193,7 @@ def test_in_training_more_queries_are_as_much_unmeasured_as_more_keys(growth, ve
 
 
 @pytest.mark.parametrize("status", ["crashed", "timeout", "oom", "error"])
-def test_what_failed_on_a_shape_that_is_nowhere_larger_is_not_chosen_by_prediction(status):
+def test_a_plan_that_failed_on_a_smaller_shape_is_not_chosen_by_prediction(status):
     times = grid(slow={512: 1.0, 4096: 70.0}, fast={512: 0.5, 4096: 35.0})
 
     def with_failure(length):
@@ -206,7 +206,7 @@ def test_what_failed_on_a_shape_that_is_nowhere_larger_is_not_chosen_by_predicti
     assert str(pick(spec(seqlen_q=2500), table=with_failure(65536)).plan) == "fast:bf16"
 
 
-def test_a_name_goes_before_measurement_and_errors_are_errors():
+def test_a_named_plan_overrides_measurements_and_must_meet_the_budget():
     assert str(pick(backend="slow").plan) == "slow:bf16"
     assert str(pick(backend="study:bf16").plan) == "study:bf16"
     assert str(pick(backend="fast:fp8").plan) == "fast:fp8"
@@ -244,7 +244,7 @@ def tried(*rows: Entry, length: int, **more):
 
 
 @given(entries, lengths, budgets, st.booleans())
-def test_no_choice_is_over_budget_or_in_fp8_unasked(rows, length, budget, fp8):
+def test_no_choice_exceeds_the_budget_or_uses_fp8_without_opting_in(rows, length, budget, fp8):
     choice = tried(*rows, length=length, max_error=budget, fp8=fp8)
     if choice is None:
         return
@@ -263,7 +263,7 @@ def test_no_choice_is_over_budget_or_in_fp8_unasked(rows, length, budget, fp8):
 
 
 @given(entries, st.sampled_from(LENGTHS), budgets, st.booleans())
-def test_no_choice_at_a_measured_spec_is_slower_than_another_beyond_noise(rows, length, budget, fp8):
+def test_no_choice_at_a_measured_spec_is_slower_than_another_by_more_than_noise(rows, length, budget, fp8):
     """The default plan, the first in the declared order, is one of those others."""
     choice = tried(*rows, length=length, max_error=budget, fp8=fp8)
     here = table(*rows).at(spec(seqlen_q=length))

@@ -50,7 +50,7 @@ def test_explain_agrees_with_the_api() -> None:
     assert json.loads(run.stdout) == json.loads(json.dumps(expected))
 
 
-def test_explain_asks_for_packed_and_padded_sequences_as_the_api_does() -> None:
+def test_explain_describes_packed_and_padded_sequences_as_the_api_does() -> None:
     x, starts = torch.randn(64, 4, 32, dtype=torch.bfloat16), torch.tensor([0, 40, 64], dtype=torch.int32)
     rows, used = torch.randn(2, 4, 40, 32, dtype=torch.bfloat16), torch.tensor([40, 24], dtype=torch.int32)
     packed = explain(x, x, x, layout="thd", cu_seqlens_q=starts, is_causal=True).spec
@@ -81,7 +81,7 @@ def test_explain_prints_the_plans_that_could_run_and_counts_the_others(format: s
     assert "not shown" not in every.stdout
 
 
-def test_doctor_tells_what_is_here_and_ends_with_a_verdict() -> None:
+def test_doctor_lists_the_environment_and_ends_with_a_verdict() -> None:
     run = attnbench("doctor")
     assert run.returncode == 0, run.stderr
     for what in ("python", "torch", "triton", "NVIDIA driver", "C++ compiler", "reference", "table"):
@@ -91,7 +91,7 @@ def test_doctor_tells_what_is_here_and_ends_with_a_verdict() -> None:
     assert "attnbench sweep" in verdict  # the tests' own cache folder holds no table
 
 
-def test_doctor_without_a_working_torch_says_so_and_fails(tmp_path: Path) -> None:
+def test_doctor_reports_a_broken_torch_and_fails(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')\n")
     run = process("doctor", env={**os.environ, "PYTHONPATH": str(tmp_path)})
     assert run.returncode == 1
@@ -132,7 +132,7 @@ def test_table_build_feeds_auto_and_show_prints_it(results: Path, own_cache: Pat
 @pytest.mark.parametrize(
     ("content", "said"), [(None, "nothing was measured"), ("{", "cannot be used"), ("whole", "entries measured on")]
 )
-def test_doctor_says_what_tables_there_are(results: Path, own_cache: Path, content: str | None, said: str) -> None:
+def test_doctor_lists_the_available_tables(results: Path, own_cache: Path, content: str | None, said: str) -> None:
     if content is not None:
         attnbench("table", "build", str(results))
         (table,) = own_cache.rglob("*.json")
@@ -177,7 +177,7 @@ def asked(known, here):
     return obstacle(known, backend, here), command_for(known, backend, here)
 
 
-def test_a_command_is_advised_where_it_helps_and_nowhere_else():
+def test_an_install_command_is_advised_only_where_it_would_help():
     missing = {"reason": "vendor is not installed", "install": "pip install vendor"}
     known = vendor(Hopper(["the package would have to be there to know"]), **missing)
     assert asked(known, NEW) == (None, "pip install vendor")
@@ -201,7 +201,7 @@ def test_doctor_without_a_gpu_advises_no_command_that_cannot_help():
 
 
 @pytest.mark.skipif(registry().availability("flex").reason is not None, reason="FlexAttention is not here")
-def test_doctor_calls_what_refuses_everything_missing(monkeypatch: pytest.MonkeyPatch):
+def test_doctor_reports_a_backend_that_refuses_everything_as_missing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("attnbench.backends.flex.backend.compiler_reason", lambda device_type: "no compiler")
     report = json.loads(attnbench("doctor", "--format", "json").stdout)
     (found,) = (each for each in report["findings"] if each["name"] == "flex")

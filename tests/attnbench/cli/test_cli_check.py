@@ -25,7 +25,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite, "CHECKS", tuple(each for each in suite.CHECKS if each.name in NEEDED))
 
 
-def test_a_good_kernel_exits_0_and_its_report_is_written(tmp_path: Path) -> None:
+def test_a_correct_kernel_exits_0_and_its_report_is_written(tmp_path: Path) -> None:
     assert " 0 failed" in check(GOOD, "--output", tmp_path / "report.md").stdout
     written = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert written.startswith(f"# Conformance of `{GOOD}`")
@@ -47,7 +47,7 @@ def test_an_unknown_backend_is_misuse() -> None:
     named(check("nobody", code=2), 2, "nobody", "there are", "sdpa-flash")
 
 
-def test_a_place_that_takes_no_report_is_said_before_anything_is_checked(tmp_path: Path) -> None:
+def test_an_unwritable_report_path_is_reported_before_any_check(tmp_path: Path) -> None:
     run = check(GOOD, "--output", tmp_path / "missing" / "report.md", code=1)
     named(run, 1, "report.md cannot be written")
     assert not run.stdout

@@ -21,7 +21,7 @@ def document(*arguments, code=0):
     return json.loads(compare(*arguments, "--format", "json", code=code).stdout)
 
 
-def test_unlike_machines_have_their_code_and_a_baseline_compares_them(tmp_path):
+def test_different_machines_exit_3_unless_compared_relative_to_a_baseline(tmp_path):
     rows = [row("a"), row("a", "sdpa-flash:bf16", seed=1)]
     base = written(tmp_path / "base", rows)
     away = replace(rows[0].environment, device_name="another GPU")
@@ -40,7 +40,7 @@ def test_unlike_machines_have_their_code_and_a_baseline_compares_them(tmp_path):
     assert "missing, allowed" in missing.stdout
 
 
-def test_what_could_not_be_seen_is_not_clean_and_the_limit_that_is_offered_is_certain(tmp_path):
+def test_undetectable_slowdowns_are_uncertain_and_a_detectable_limit_is_offered(tmp_path):
     base, new = (
         written(tmp_path / name, [row(seed=seed), row("b", time_ms=times(seed + 1, spread=0.02))])
         for name, seed in (("base", 0), ("new", 5))
@@ -70,7 +70,7 @@ def test_an_uncertain_row_that_may_be_slower_is_listed(tmp_path):
     assert "- 1 of the uncertain may be slower: a cost's 95% interval lies above 0." in said.splitlines()
 
 
-def test_a_person_reads_what_regressed_and_why(tmp_path):
+def test_the_text_output_says_what_regressed_and_why(tmp_path):
     rows = [row(case, seed=seed) for seed, case in enumerate("abcdef")]
     slow, worse, _, far, *same = rows
     worse = changed(worse, error={"normal": {"out": 0.1, "lse": 1e-7}, "outlier": {"out": 0.08}})
@@ -88,7 +88,7 @@ def test_a_person_reads_what_regressed_and_why(tmp_path):
     assert len(everything.splitlines()) > len(said.splitlines())
 
 
-def test_junit_is_read_by_a_strict_parser_whatever_the_names(tmp_path):
+def test_junit_output_is_valid_xml_for_any_names(tmp_path):
     rows = [row(MARKUP), row("b", seed=1), row("c", seed=2), row("d", seed=3)]
     base = written(tmp_path / "base", rows)
     far = replace(rows[2].environment, device_name=MARKUP)
@@ -115,7 +115,7 @@ def test_junit_is_read_by_a_strict_parser_whatever_the_names(tmp_path):
     assert unsure[0].get("message").startswith("uncertain: kernel ")
 
 
-def test_json_says_on_what_terms_and_what_differs(tmp_path):
+def test_json_output_states_the_terms_and_the_differences(tmp_path):
     before = row("a")
     now = replace(before.environment, torch="2.10.0")
     base, new = written(tmp_path / "base", [before]), written(tmp_path / "new", [row("a", seed=1, environment=now)])
@@ -160,14 +160,14 @@ def test_json_says_on_what_terms_and_what_differs(tmp_path):
         (["--thresholds", "none.yaml"], "none.yaml"),
     ],
 )
-def test_misuse(tmp_path, options, said):
+def test_misuse_exits_2_with_a_message(tmp_path, options, said):
     base = written(tmp_path / "base", [row()])
     done = compare(base, base, *options, code=2)
     assert said in done.stderr
     assert done.stdout == ""
 
 
-def test_what_is_not_there_or_holds_no_rows_is_misuse(tmp_path):
+def test_missing_files_and_files_without_rows_are_misuse(tmp_path):
     base = written(tmp_path / "base", [row()])
     assert "nowhere" in compare(base, tmp_path / "nowhere", code=2).stderr
     assert "no measurement" in compare(base, written(tmp_path / "empty", []), code=2).stderr
@@ -187,7 +187,7 @@ def test_what_is_not_there_or_holds_no_rows_is_misuse(tmp_path):
         ("misspelt: 5%\n", None, "'misspelt' matches no case"),
     ],
 )
-def test_a_file_of_thresholds_is_checked(tmp_path, text, line, said):
+def test_a_threshold_file_is_validated(tmp_path, text, line, said):
     base = written(tmp_path / "base", [row()])
     file = tmp_path / "limits.yaml"
     file.write_text(text)

@@ -38,7 +38,7 @@ def test_a_malformed_table_is_named(tmp_path: Path) -> None:
     named(attnbench("table", "show", tmp_path / "table.json"), 2, f"{tmp_path / 'table.json'}:2: expected JSON")
 
 
-def test_no_table_yet_says_how_to_make_one() -> None:
+def test_a_missing_table_message_says_how_to_make_one() -> None:
     named(attnbench("table", "show"), 1, "attnbench sweep")
 
 

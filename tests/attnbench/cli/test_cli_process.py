@@ -16,7 +16,7 @@ HELP, LONG, WAITING = ("--help",), ("backends", "--format", "json"), ("explain",
 
 
 @pytest.mark.parametrize("command", [HELP, pytest.param(LONG, marks=pytest.mark.exhaustive)])
-def test_a_reader_that_goes_away_is_no_error(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_pipe_is_not_an_error(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     reading, writing = os.pipe()
     os.close(reading)
@@ -27,7 +27,7 @@ def test_a_reader_that_goes_away_is_no_error(command: tuple[str, ...], monkeypat
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 @pytest.mark.parametrize("command", [WAITING, pytest.param(LONG, marks=pytest.mark.exhaustive)])
-def test_a_full_disk_under_standard_output_is_said_once(
+def test_a_full_disk_under_standard_output_is_reported_once(
     command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
@@ -127,7 +127,7 @@ print(sorted({VENDORS!r} & (sought | set(sys.modules))), "attnbench.api" in soug
     assert run.stdout.strip() == "[] True", run.stdout + run.stderr
 
 
-def test_a_choice_does_not_wait_for_torchs_compiler_to_be_imported() -> None:
+def test_a_choice_does_not_import_torchs_compiler() -> None:
     code = """
 import sys, torch
 from attnbench import explain

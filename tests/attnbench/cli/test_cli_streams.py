@@ -59,7 +59,7 @@ def warm():
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_closed_stream_changes_neither_the_code_nor_the_other_stream(tmp_path, warm, command):
+def test_a_closed_stream_changes_neither_the_exit_code_nor_the_other_stream(tmp_path, warm, command):
     arguments, code = COMMANDS[command]
     expected = forked(arguments, (), tmp_path)
     assert expected[0] == code
@@ -69,7 +69,7 @@ def test_a_closed_stream_changes_neither_the_code_nor_the_other_stream(tmp_path,
         assert found == (code, "" if 1 in closed else expected[1], "" if 2 in closed else expected[2]), closed
 
 
-def test_a_file_that_is_opened_does_not_become_standard_output(tmp_path):
+def test_a_newly_opened_file_does_not_become_standard_output(tmp_path):
     """Its number is free, so that what a library prints would land in a file of ours."""
     folder = part(tmp_path / "results", ROWS)
     command = ("table", "build", str(folder), "-o", str(tmp_path / "table.json"))
@@ -79,7 +79,7 @@ def test_a_file_that_is_opened_does_not_become_standard_output(tmp_path):
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 @pytest.mark.parametrize("format", ["table", "markdown", "json", "junit"])
-def test_an_encoding_that_lacks_a_character_costs_that_character(tmp_path, monkeypatch, encoding, format):
+def test_an_unencodable_character_is_replaced(tmp_path, monkeypatch, encoding, format):
     rows = [each.model_copy(update={"case": f"{each.case} é→"}) for each in ROWS]
     new = [each.model_copy(update={"environment": replace(each.environment, commit="1234567")}) for each in rows]
     paths = [part(tmp_path / name, each) for name, each in (("before", rows), ("after", new[1:]))]
@@ -98,7 +98,7 @@ def test_an_encoding_that_lacks_a_character_costs_that_character(tmp_path, monke
         assert ("case 0 ??" if encoding == "ascii" else "case 0 é?") in text
 
 
-def test_a_full_disk_does_not_hide_what_the_command_found(monkeypatch):
+def test_a_full_disk_does_not_change_the_commands_result(monkeypatch):
     """compare's 1 and 3 stay what they are although nothing could be printed."""
     monkeypatch.setattr(cli, "_run", lambda: print("x") or 3)
     with open("/dev/full", "w") as full, monkeypatch.context() as patch:

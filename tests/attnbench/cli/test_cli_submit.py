@@ -33,7 +33,7 @@ def reasons(run: Run) -> list[str]:
     return [line for line in run.stderr.splitlines() if line.startswith("- ")]
 
 
-def test_honest_results_make_a_file_named_after_the_device(here: Path, tmp_path: Path) -> None:
+def test_valid_results_produce_a_file_named_after_the_device(here: Path, tmp_path: Path) -> None:
     run = attnbench("submit", written(tmp_path / "mine", ROWS))
     assert (run.returncode, run.stderr) == (0, "")
     assert [path.name for path in here.iterdir()] == ["nvidia-h200.json"]
@@ -45,7 +45,7 @@ def test_honest_results_make_a_file_named_after_the_device(here: Path, tmp_path:
     assert "36 plans at 12 shapes" in checked.stdout
 
 
-def test_rows_without_two_visits_that_agree_are_left_out_and_counted(here: Path, tmp_path: Path) -> None:
+def test_rows_without_two_consistent_visits_are_excluded_and_counted(here: Path, tmp_path: Path) -> None:
     rows = [visited(row, row.median_ms(), 3 * row.median_ms()) for row in ROWS[:4]] + ROWS[4:]
     run = attnbench("submit", written(tmp_path / "mine", rows))
     assert run.returncode == 0, run.stderr
@@ -53,7 +53,7 @@ def test_rows_without_two_visits_that_agree_are_left_out_and_counted(here: Path,
     assert len(Table.load(here / "nvidia-h200.json").entries) == 32
 
 
-def test_all_reasons_are_given_and_the_old_file_stays(here: Path, tmp_path: Path) -> None:
+def test_all_reasons_are_listed_and_the_old_file_is_kept(here: Path, tmp_path: Path) -> None:
     (here / "nvidia-h200.json").write_text("mine")
     rows = [changed(ROWS[0], error={"normal": {"out": 0.3}}), *ROWS[1:5]]
     rows.append(lost("fa3:fp8", "crashed", "in /home/alice/\x1b[2Jx.py", SPECS[0], environment=H200))
@@ -70,13 +70,13 @@ def test_all_reasons_are_given_and_the_old_file_stays(here: Path, tmp_path: Path
     assert {path.name: path.read_text() for path in here.iterdir()} == {"nvidia-h200.json": "mine"}
 
 
-def test_a_gpu_whose_peak_is_unknown_is_told_what_to_add(here: Path, tmp_path: Path) -> None:
+def test_a_gpu_of_unknown_peak_gets_a_message_that_says_what_to_add(here: Path, tmp_path: Path) -> None:
     run = attnbench("submit", written(tmp_path / "mine", [changed(row, environment=H900) for row in ROWS]))
     fails(run, 1, "the peak of NVIDIA H900 is not known", "harness/results/peaks.py")
     assert list(here.iterdir()) == []
 
 
-def test_a_first_table_of_a_gpu_is_offered_as_the_one_that_ships(
+def test_the_first_table_of_a_gpu_is_proposed_as_the_shipped_one(
     here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from attnbench.harness.results.peaks import PEAK_TFLOPS
@@ -86,7 +86,7 @@ def test_a_first_table_of_a_gpu_is_offered_as_the_one_that_ships(
     assert "with this file as attnbench/tables/nvidia-h900.json and its rows below results/nvidia-h900/" in run.stdout
 
 
-def test_reports_of_conformance_are_held_against_the_table(here: Path, tmp_path: Path) -> None:
+def test_conformance_reports_are_checked_against_the_table(here: Path, tmp_path: Path) -> None:
     mine, reports = written(tmp_path / "mine", ROWS), tmp_path / "reports"
     reports.mkdir()
     fails(attnbench("submit", mine, "--conformance", reports), 1, "holds no report")
@@ -101,7 +101,7 @@ def test_reports_of_conformance_are_held_against_the_table(here: Path, tmp_path:
     assert not (here / "no.json").exists()
 
 
-def test_a_table_that_was_edited_by_hand_is_told_apart(here: Path, tmp_path: Path) -> None:
+def test_a_hand_edited_table_is_detected(here: Path, tmp_path: Path) -> None:
     assert attnbench("submit", written(tmp_path / "mine", ROWS)).returncode == 0
     path = here / "nvidia-h200.json"
     text = path.read_text()
@@ -118,7 +118,7 @@ def test_a_table_that_was_edited_by_hand_is_told_apart(here: Path, tmp_path: Pat
         fails(attnbench("submit", path), 1, said)
 
 
-def test_misuse_and_places_that_cannot_be_written(here: Path, tmp_path: Path) -> None:
+def test_misuse_and_unwritable_paths_are_reported(here: Path, tmp_path: Path) -> None:
     mine = written(tmp_path / "mine", ROWS)
     (here / "file").touch()
     named(attnbench("submit", mine, "-o", here / "file" / "x.json"), 1, "cannot be written")

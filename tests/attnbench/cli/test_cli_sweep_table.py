@@ -57,7 +57,7 @@ def no_cache(own_cache, monkeypatch):
 COMMAND = "`attnbench table build '{}'` puts these results into it"
 
 
-def test_an_unwritable_table_is_said_first_and_costs_nothing_but_the_table(sweep, no_cache, tmp_path, capsys):
+def test_an_unwritable_table_is_reported_first_and_loses_only_the_table(sweep, no_cache, tmp_path, capsys):
     before = []
     assert sweep(meanwhile=lambda: before.append(capsys.readouterr().err))
     said = capsys.readouterr()
@@ -69,7 +69,9 @@ def test_an_unwritable_table_is_said_first_and_costs_nothing_but_the_table(sweep
     assert len(Table.load(tmp_path / "a sweep" / "table.json").entries) == len(condense(ROWS)) < len(ROWS)
 
 
-def test_a_disk_that_fills_while_it_measures(sweep, tmp_path, monkeypatch, capsys):
+def test_a_disk_that_fills_during_a_sweep_is_reported_with_the_command_to_build_the_table(
+    sweep, tmp_path, monkeypatch, capsys
+):
     def fills():
         def full(*_):
             raise OutputError("the table cannot be written: No space left on device")
@@ -80,7 +82,7 @@ def test_a_disk_that_fills_while_it_measures(sweep, tmp_path, monkeypatch, capsy
     assert f"No space left on device; {COMMAND.format(tmp_path / 'a sweep')}" in capsys.readouterr().err
 
 
-def test_a_folder_that_takes_no_table_prints_what_was_measured_and_fails(sweep, tmp_path, monkeypatch, capsys):
+def test_an_unwritable_table_folder_prints_the_results_and_fails(sweep, tmp_path, monkeypatch, capsys):
     def fills():
         original = table_files.replace_file
 
@@ -97,7 +99,7 @@ def test_a_folder_that_takes_no_table_prints_what_was_measured_and_fails(sweep, 
     assert user_table_path(HERE).exists()
 
 
-def test_no_table_leaves_the_user_s_table_as_it_was(sweep, capsys):
+def test_the_no_table_option_leaves_the_users_table_unchanged(sweep, capsys):
     path = update_user_table(Table.from_entries(HERE, []))
     before = path.read_bytes()
     assert sweep(update=False)
@@ -112,7 +114,7 @@ def test_a_sweep_that_is_stopped_writes_no_table(sweep, tmp_path, stop):
     assert not user_table_path(HERE).exists()
 
 
-def test_the_table_is_updated_although_nobody_reads_what_is_printed(sweep, monkeypatch):
+def test_the_table_is_updated_even_if_the_output_pipe_is_closed(sweep, monkeypatch):
     def gone(*_):
         raise BrokenPipeError(32, "Broken pipe")
 
@@ -122,7 +124,7 @@ def test_the_table_is_updated_although_nobody_reads_what_is_printed(sweep, monke
     assert user_table_path(HERE).exists()
 
 
-def test_a_fresh_folder_that_cannot_be_made_is_an_error_before_anything_is_measured(own_cache, monkeypatch):
+def test_an_uncreatable_output_folder_is_an_error_before_measuring(own_cache, monkeypatch):
     (own_cache / "file").write_text("")
     monkeypatch.setenv("XDG_DATA_HOME", str(own_cache / "file"))
     arguments = ("sweep", "--device", "cpu", "--backends", "sdpa-math")
@@ -130,7 +132,7 @@ def test_a_fresh_folder_that_cannot_be_made_is_an_error_before_anything_is_measu
 
 
 @pytest.mark.parametrize("home", ["unknown to platformdirs", "as older versions say it"])
-def test_a_user_without_a_home(home, own_cache, monkeypatch, tmp_path):
+def test_without_a_home_folder_explain_works_and_sweep_reports_an_error(home, own_cache, monkeypatch, tmp_path):
     def ask(_):
         if home == "unknown to platformdirs":
             raise RuntimeError("could not determine the home directory")

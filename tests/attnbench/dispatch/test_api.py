@@ -45,7 +45,7 @@ def test_bshd_is_a_view_of_the_same_answer():
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_what_only_the_forward_reads_is_let_go_before_the_backward(training):
+def test_operands_that_only_the_forward_reads_are_freed_before_the_backward(training):
     """Transposed copies are as large as what is kept, and a model holds every layer's until its backward."""
     made = []
 
@@ -72,7 +72,7 @@ def test_what_only_the_forward_reads_is_let_go_before_the_backward(training):
 
 @pytest.mark.parametrize("backend", ["auto", "reference:fp32>reference:fp32", "emulated:fp8-tensor>reference:fp32"])
 @pytest.mark.parametrize("aside", [nullcontext, torch.autograd.graph.save_on_cpu])
-def test_a_penalty_on_a_gradient_is_no_constant(backend, aside):
+def test_a_second_derivative_is_an_error_and_not_treated_as_constant(backend, aside):
     q, k, v = tensors(dtype=torch.float32)
     weight = torch.tensor(1.5, requires_grad=True)
 
@@ -93,7 +93,7 @@ def test_a_penalty_on_a_gradient_is_no_constant(backend, aside):
 
 @pytest.mark.parametrize("granularity", ["tensor", "head", "block", "token"])
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-def test_quantised_tensors_come_with_their_scales(granularity, layout):
+def test_quantised_tensors_are_used_with_their_scales(granularity, layout):
     q, k, v = tensors(sq=150, skv=200, dtype=torch.float32)
     parts = [quantise(x * (1 + 3 * torch.rand(1)), Recipe(granularity)) for x in (q, k, v)]
     truth, _ = dense_attention(*[x.dequantised(torch.float64) for x in parts], spec(q, k, v))
@@ -132,7 +132,7 @@ def test_a_scale_for_each_key_head_serves_its_group():
         Inputs(q8, k8, v8).unquantised()
 
 
-def test_argument_beats_context_beats_variable(monkeypatch):
+def test_arguments_override_contexts_and_contexts_override_variables(monkeypatch):
     q, k, v = tensors()
     monkeypatch.setenv("ATTNBENCH_BACKEND", "reference:fp64")
     choice = explain(q, k, v)
@@ -150,7 +150,7 @@ def test_argument_beats_context_beats_variable(monkeypatch):
 
 
 @pytest.mark.parametrize("wish", [{"backend": "nobody"}, {"backend": None}, {"dtype": "fp4"}, {"max_error": -1.0}])
-def test_a_context_that_cannot_be_is_refused_as_it_opens(wish):
+def test_an_invalid_context_is_refused_when_it_opens(wish):
     with pytest.raises((InputError, UnknownBackendError)), use_backend(**wish):
         pytest.fail("the block must not run")
 

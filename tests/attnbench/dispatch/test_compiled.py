@@ -98,7 +98,7 @@ def test_lengths_that_vary_need_one_graph():
     ]
 
 
-def test_context_and_environment_are_noticed(monkeypatch):
+def test_changes_of_context_and_environment_are_noticed(monkeypatch):
     x = tensors()
     function = compiled(lambda *x: attention(*x))
     answers = {}
@@ -134,7 +134,7 @@ def test_context_and_environment_are_noticed(monkeypatch):
     assert torch.equal(seen[0], answers["variable"])
 
 
-def test_tasks_with_contexts_of_their_own_are_refused_not_answered_wrongly():
+def test_tasks_with_their_own_contexts_are_refused():
     x = tensors()
     function = compiled(lambda *x: attention(*x))
 
@@ -156,7 +156,7 @@ def test_tasks_with_contexts_of_their_own_are_refused_not_answered_wrongly():
     assert torch.equal(function(*x), attention(*x))
 
 
-def test_a_backward_follows_its_forward_whatever_is_asked_for_in_between(monkeypatch):
+def test_a_backward_uses_its_forwards_plan_after_the_context_changed(monkeypatch):
     x = tensors(grad=True)
     function = compiled(lambda *x: attention(*x))
     with use_backend("emulated:fp8"):
@@ -170,7 +170,7 @@ def test_a_backward_follows_its_forward_whatever_is_asked_for_in_between(monkeyp
     assert same([out, *found], expected)
 
 
-def test_twice_is_refused_and_errors_keep_their_words():
+def test_second_derivatives_are_refused_and_error_messages_are_kept():
     q, k, v = tensors(dtype=torch.float32, grad=True)
     out = torch.ops.attnbench.attention(*arguments(q, k, v, training=True))[0]
     (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
@@ -195,7 +195,7 @@ def arguments(q, k, v, *, training, lse=False, backend="sdpa-flash", descales=(N
 
 
 @pytest.mark.parametrize(("backend", "grad"), [("sdpa-flash", False), ("emulated:fp8", True)])
-def test_opcheck(backend, grad):
+def test_operators_pass_torchs_opcheck(backend, grad):
     q, k, v = tensors(grad=grad)
     forward = arguments(q, k, v, training=grad, lse=not grad, backend=backend)
     torch.library.opcheck(torch.ops.attnbench.attention.default, forward)
@@ -205,7 +205,7 @@ def test_opcheck(backend, grad):
         torch.library.opcheck(torch.ops.attnbench.attention_backward.default, (*saved, *forward[8:]))
 
 
-def test_eight_threads_run_what_was_compiled():
+def test_eight_threads_run_one_compiled_function():
     function = compiled(lambda *x: attention(*x, is_causal=True, backend="emulated:fp8"))
     problems = [tensors(seed=seed, grad=True) for seed in range(8)]
     expected = [step(attention, x, is_causal=True, backend="emulated:fp8") for x in problems]
@@ -232,7 +232,7 @@ def called(program) -> list[object]:
     return list(node.args)
 
 
-def test_an_export_of_fixed_shapes_holds_the_chosen_plan(tmp_path):
+def test_an_export_of_fixed_shapes_contains_the_chosen_plan(tmp_path):
     x = tensors()
     with use_backend("emulated:fp8"):
         program = torch.export.export(Module(), x)
@@ -244,7 +244,7 @@ def test_an_export_of_fixed_shapes_holds_the_chosen_plan(tmp_path):
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_an_export_of_dynamic_shapes_chooses_where_it_runs(strict):
+def test_an_export_of_dynamic_shapes_chooses_at_run_time(strict):
     q, k, v = tensors()
     length = torch.export.Dim("length", min=2, max=4096)
     shapes = ({2: length}, None, None)

@@ -95,7 +95,7 @@ class Counting(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_what_is_remembered_of_a_call_answers_no_other_state(ran):
+def test_a_cached_choice_is_not_used_after_the_state_changed(ran):
     """The same tensors each time, while what surrounds them changes and changes back."""
     q, k, v = tensors(dtype=torch.float32)
     wanted, leaf = attention(q, k, v), q.detach()
@@ -121,7 +121,7 @@ def test_what_is_remembered_of_a_call_answers_no_other_state(ran):
         assert [spec.training for _, spec in ran] == [False, True] + 6 * [False]
 
 
-def test_a_cache_is_bounded_and_keeps_nothing_of_before_it_was_emptied():
+def test_a_cache_is_bounded_and_keeps_no_entry_from_before_it_was_cleared():
     kept: Cache[int, int] = Cache(size=3, lasting=True)
     for n in range(5):
         assert kept.of(n, lambda n: n, n) == n
@@ -136,7 +136,7 @@ def test_a_cache_is_bounded_and_keeps_nothing_of_before_it_was_emptied():
     assert not kept.entries
 
 
-def test_eight_threads_ask_each_for_its_own():
+def test_eight_threads_each_get_their_own_choice():
     plans = ["reference:fp32", "sdpa-math:bf16", "sdpa-flash:bf16", "emulated:fp8"]
     problems = [(tensors(sq=sq, seed=sq), plan) for sq in (3, 5) for plan in plans]
     truth = [attention(*x, backend=plan) for x, plan in problems]
@@ -163,7 +163,7 @@ def test_eight_threads_ask_each_for_its_own():
     assert not wrong
 
 
-def test_a_context_reaches_what_a_checkpoint_computes_again(ran):
+def test_a_context_applies_to_checkpoint_recomputation(ran):
     """The backward runs outside of the block, on a GPU in another thread: checkpoint's context_fn brings it there."""
     x = [each.requires_grad_() for each in tensors()]
 
@@ -176,7 +176,7 @@ def test_a_context_reaches_what_a_checkpoint_computes_again(ran):
     assert [plan for plan, _ in ran] == ["emulated:fp8", "emulated:fp8"]
 
 
-def test_a_rule_warns_at_the_first_call_of_a_question_alone(monkeypatch):
+def test_a_choice_by_rule_warns_only_at_the_first_call_of_a_question(monkeypatch):
     """Explaining and asking again do not: the warning is for a program that runs by rule."""
     warned = []
     monkeypatch.setattr(memory, "warn_of_rule", lambda choice, device: warned.append((choice.basis, device.type)))
@@ -189,7 +189,7 @@ def test_a_rule_warns_at_the_first_call_of_a_question_alone(monkeypatch):
 
 
 @pytest.mark.parametrize(("training", "most"), [(False, 21), (True, 33)])
-def test_a_call_that_was_asked_before_runs_little_python(training, most):
+def test_a_repeated_call_runs_little_python(training, most):
     """Of what a call costs over torch's own, most is calls of Python functions."""
     x = tuple(each.requires_grad_(training) for each in tensors())
     attention(*x)

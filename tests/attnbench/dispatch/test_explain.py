@@ -41,7 +41,7 @@ FOUR = (
 )
 
 
-def test_what_another_budget_would_buy():
+def test_trades_state_the_plan_and_time_of_other_budgets():
     choice = pick(*FOUR, fp8=True, max_error=0.05)
     assert [(each.max_error, str(each.plan), round(each.change, 2)) for each in choice.trades] == [
         (0.002, "slow:bf16", 0.25), (0.078, "fast:fp8", -0.14), (0.11, "fast:fp8-token", -0.5),
@@ -52,7 +52,7 @@ def test_what_another_budget_would_buy():
     assert "14%" not in str(pick(*FOUR[:2], fp8=True, max_error=0.05))
 
 
-def test_every_plan_says_what_became_of_it():
+def test_every_candidate_has_a_verdict_and_reasons():
     refusing = fake_registry(*KNOWN.backends.values(), fake_backend("short", FakeForward("short:bf16", row=SHORT)))
     broken = Entry(SPEC, Plan("fast:fp8-token"), "crashed", reason="illegal memory access")
     data = pick(*FOUR[:3], broken, known=refusing, fp8=True, max_error=0.05).to_dict()
@@ -75,7 +75,7 @@ HOSTILE = "\x1b[2Jbroke\r\n| it <b>\u202eall"
 
 
 @pytest.mark.parametrize("render", ["to_text", "to_markdown"])
-def test_nothing_in_a_table_or_a_plug_in_steers_a_terminal_or_breaks_a_row(render):
+def test_control_characters_from_tables_and_plug_ins_are_escaped(render):
     evil = fake_registry(*KNOWN.backends.values(), fake_backend("evil", FakeForward("evil:bf16"), reason=HOSTILE))
     crashed = Entry(SPEC, Plan("fast:fp8"), "crashed", reason=HOSTILE)
     text = getattr(pick(FOUR[0], entry("fast:bf16", 9.0, 0.5, family=HOSTILE), crashed, known=evil), render)()
@@ -91,7 +91,7 @@ times = st.floats(0.1, 10)
 
 
 @given(st.tuples(*[st.tuples(times, errors)] * 4), errors, st.booleans())
-def test_a_trade_is_what_that_budget_chooses(measured, budget, fp8):
+def test_a_trade_names_the_plan_that_its_budget_chooses(measured, budget, fp8):
     names = ("slow:bf16", "fast:bf16", "fast:fp8", "fast:fp8-token")
     rows = [entry(name, *each) for name, each in zip(names, measured, strict=True)]
     try:

@@ -50,7 +50,7 @@ def found(request, tmp_path_factory):
     return found_by(request.param[0], tmp_path_factory.mktemp("ring"), *request.param[1:])
 
 
-def test_ranks_find_what_exact_attention_of_the_whole_is(found):
+def test_sharded_results_agree_with_exact_attention_of_the_whole_sequence(found):
     for own in found:
         for name, largest in LARGEST.items():
             for each in (own[name], own.get(f"{name} whole", own[name])):
@@ -61,7 +61,7 @@ def test_ranks_find_what_exact_attention_of_the_whole_is(found):
         assert max(rotated[tensor] for tensor in ring_ranks.TENSORS) < LARGEST["e4m3"]
 
 
-def test_ranks_that_ask_for_something_else_are_told(found):
+def test_ranks_with_different_arguments_get_an_error(found):
     for own in found:
         assert "s8 d16" in own["unequal lengths"]
         assert "s10 d16" in own["unequal lengths"]
@@ -79,7 +79,7 @@ def test_a_rank_that_crashed_is_an_error_not_a_hang(found):
         assert said.startswith(f"PeerError: rank 0 of {len(found)} had no answer from another rank")
 
 
-def test_what_no_ring_serves_is_refused(found):
+def test_calls_that_no_ring_serves_are_refused(found):
     for own in found:
         assert own["window"].startswith("InputError: windows, sinks and descales are not served")
         assert own["odd"].startswith("InputError: a rank holds two equal pieces")
@@ -89,7 +89,7 @@ def test_what_no_ring_serves_is_refused(found):
     assert found[-1]["alone"] == 0.0
 
 
-def test_buffers_are_sharded_as_torch_shards_them(found):
+def test_buffers_are_sharded_as_torch_does(found):
     seen = [own["buffers"] for own in found]
     assert sorted(token for each in seen for token in each["inside"]) == list(range(16))
     assert seen[0]["inside"] == [*range(16 // (2 * len(seen))), *range(16 - 16 // (2 * len(seen)), 16)]
@@ -106,7 +106,7 @@ def test_fsdp_and_checkpointing_train_on_the_ring(found):
         assert own.get("composed, compiled", 0.0) < 1e-5
 
 
-def test_plans_are_explained_without_ranks():
+def test_plans_can_be_explained_without_running_ranks():
     q = torch.randn(1, 4, 8, 16, dtype=torch.bfloat16, requires_grad=True)
     found = explain(q, q[:, :2], q[:, :2], ranks=2, is_causal=True, backend="emulated:fp8")
     assert tuple(found) == PARTS
@@ -144,7 +144,7 @@ def test_models_of_transformers_share_tokens_and_positions(found):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("causal", [True, False])
-def test_parts_are_every_visible_pair_once(size, causal):
+def test_the_parts_cover_every_visible_pair_once(size, causal):
     length = 4 * size
     seen = torch.zeros(length, length, dtype=torch.int)
     for rank in range(size):
@@ -162,7 +162,7 @@ def test_parts_are_every_visible_pair_once(size, causal):
         places(2 * size + 1, size, 0, "cpu")
 
 
-def test_as_many_gradients_come_home_as_were_sent():
+def test_every_sent_gradient_is_returned():
     """Of four ranks, whose earlier and later ones differ by the direction around the ring."""
     size, sent, awaited = 4, {}, {}
     for rank, step in product(range(size), range(1, size)):
@@ -189,7 +189,7 @@ def launched(*command, folder):
 
 
 @pytest.mark.exhaustive
-def test_the_example_of_the_page_runs(tmp_path):
+def test_the_documented_example_runs(tmp_path):
     page = (ROOT / "docs" / "how-to/context-parallel.md").read_text(encoding="utf-8")
     (tmp_path / "shared.py").write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
     said = launched("shared.py", folder=tmp_path)
@@ -200,7 +200,7 @@ def test_the_example_of_the_page_runs(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_the_script_for_two_gpus_measures_and_says_what_torch_cannot(tmp_path):
+def test_the_two_gpu_script_measures_and_reports_what_torch_cannot_do(tmp_path):
     small = "--lengths 64 --heads 4 --kv-heads 2 --head-dim 32 --fp8 emulated:fp8 --repeat 1 --out ring.json"
     said = launched(RESULTS / "ring.py", *small.split(), folder=tmp_path)
     found = json.loads((tmp_path / "ring.json").read_text())

@@ -67,13 +67,13 @@ def test_fp8_attention_learns_as_bf16_does(narrow, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_a_later_run_repeats_it_by_its_file(narrow):
+def test_a_later_run_repeats_the_choices_of_the_file(narrow):
     found, path = narrow
     assert losses(*FP8, "--choices", path, "--missing", "raise") == found
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 @pytest.mark.exhaustive
-def test_two_ranks_learn_as_one_does(narrow, tmp_path):
+def test_two_ranks_learn_like_one(narrow, tmp_path):
     assert losses(*FP8, "--choices", tmp_path / "two.json", ranks=2) == pytest.approx(narrow[0], rel=0.02)
     assert len(choices(tmp_path / "two.json")) == 1

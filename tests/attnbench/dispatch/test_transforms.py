@@ -51,14 +51,14 @@ TRANSFORMS: dict[str, Callable[[Attend], Any]] = {
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_a_transform_is_that_of_torchs_attention(name: str, plan: str) -> None:
+def test_transforms_agree_with_those_of_torchs_attention(name: str, plan: str) -> None:
     found = TRANSFORMS[name](lambda *x: attention(*x, is_causal=True, backend=plan))
     wanted = TRANSFORMS[name](lambda *x: F.scaled_dot_product_attention(*x, is_causal=True))
     for one, two in zip(tree_leaves(found), tree_leaves(wanted), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
 
 
-def test_what_cannot_be_transformed_says_so() -> None:
+def test_unsupported_transforms_raise_an_error() -> None:
     q, k, v = tensors()
 
     def attend(q: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class Layer(torch.nn.Module):
 
 
 @pytest.mark.parametrize("length", [5, 9])
-def test_a_symbolic_trace_holds_one_call_that_is_answered_when_it_runs(length: int) -> None:
+def test_a_symbolic_trace_has_one_call_that_is_computed_at_run_time(length: int) -> None:
     traced = torch.fx.symbolic_trace(Layer())
     assert [node.target for node in traced.graph.nodes].count(attention) == 1
     x = tensors(length=length, dtype=torch.bfloat16)
@@ -95,14 +95,14 @@ def test_a_symbolic_trace_holds_one_call_that_is_answered_when_it_runs(length: i
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("length", [5, 9])
-def test_a_jit_trace_answers_other_values_and_lengths(length: int) -> None:
+def test_a_jit_trace_accepts_other_values_and_lengths(length: int) -> None:
     traced = torch.jit.trace(Layer(), tuple(tensors(dtype=torch.bfloat16)))
     x = tensors(length=length, dtype=torch.bfloat16, seed=1)
     assert torch.equal(traced(*x), Layer()(*x))
 
 
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
-def test_what_make_fx_records_is_the_operator_and_no_kernels_numbers(mode: str) -> None:
+def test_make_fx_records_the_operator_and_not_a_kernels_results(mode: str) -> None:
     recorded = make_fx(lambda *x: Layer()(*x), tracing_mode=mode)(*tensors(dtype=torch.bfloat16))
     assert torch.ops.attnbench.attention.default in [node.target for node in recorded.graph.nodes]
     x = tensors(dtype=torch.bfloat16, seed=1)
@@ -110,7 +110,7 @@ def test_what_make_fx_records_is_the_operator_and_no_kernels_numbers(mode: str) 
 
 
 @pytest.mark.parametrize("within", [True, False])
-def test_fake_tensors_have_the_answers_shape(within: bool) -> None:
+def test_fake_tensors_have_the_outputs_shape(within: bool) -> None:
     mode = FakeTensorMode()
     fake = [mode.from_tensor(x) for x in tensors(dtype=torch.bfloat16)]
     if within:
@@ -132,7 +132,7 @@ class _WithoutGradient(torch.autograd.Function):
         return None
 
 
-def test_what_comes_after_may_have_no_gradient_to_give() -> None:
+def test_a_later_function_may_return_no_gradient() -> None:
     leaves = [x.requires_grad_() for x in tensors()]
     out = attention(*leaves, backend="sdpa-math")
     assert isinstance(out, Tensor)

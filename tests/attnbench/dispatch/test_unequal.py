@@ -39,7 +39,7 @@ BATCHES = documents(9, masks(), heads=(4, 2), head_dim=8, head_dim_v=6, softcap=
 
 @settings(max_examples=examples(50, 300), deadline=None)
 @given(BATCHES, st.sampled_from(["bhsd", "bshd"]))
-def test_sequences_are_each_what_they_are_alone(batch: Documents, layout: str) -> None:
+def test_each_sequence_has_the_result_that_it_has_alone(batch: Documents, layout: str) -> None:
     """Padding holds NaN, which nothing reads."""
     layout = "thd" if batch.padding is None else layout
 
@@ -80,7 +80,7 @@ RECIPES = ("fp8", "fp8-tensor", "fp8-block", "fp8-token-hadamard", "fp8-e5m2", "
 
 
 @pytest.mark.parametrize("precision", RECIPES)
-def test_scales_never_cross_the_border_of_a_sequence(precision: str) -> None:
+def test_fp8_scales_are_not_shared_between_sequences(precision: str) -> None:
     q, k, v, do = document_batch()
     cu, plan = starts(LENGTHS), f"emulated:{precision}>emulated:{precision}"
 
@@ -104,7 +104,7 @@ def test_scales_never_cross_the_border_of_a_sequence(precision: str) -> None:
         assert after[5].isnan().any()
 
 
-def test_a_new_batch_of_like_lengths_asks_for_no_new_choice() -> None:
+def test_a_new_batch_of_similar_lengths_reuses_the_choice() -> None:
     state.forget()
     for total in (250, 251, 255):
         x = torch.randn(total, 2, 8)
@@ -117,7 +117,7 @@ def test_a_new_batch_of_like_lengths_asks_for_no_new_choice() -> None:
         assert len(executions.entries) == count
 
 
-def test_a_choice_tells_of_the_lengths_and_a_kernel_without_them_is_refused() -> None:
+def test_a_choice_states_the_lengths_and_refuses_kernels_without_support_for_them() -> None:
     x = torch.randn(12, 2, 8)
     named = {"layout": "thd", "cu_seqlens_q": starts([5, 7])}
     choice = explain(x, x, x, **named)
@@ -166,7 +166,7 @@ ONE = torch.tensor([9], dtype=INT)
         (X.to_sparse(), {"layout": "thd", "cu_seqlens_q": starts([9])}, "to_dense"),
     ],
 )
-def test_lengths_that_do_not_fit_are_named_and_none_is_ignored(x: Tensor, named: dict[str, Any], said: str) -> None:
+def test_inconsistent_lengths_are_errors_that_name_them(x: Tensor, named: dict[str, Any], said: str) -> None:
     for ask in (attention, explain):
         with pytest.raises(InputError, match=said):
             ask(x, x, x, **named)

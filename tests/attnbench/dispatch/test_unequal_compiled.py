@@ -66,7 +66,7 @@ def test_totals_that_vary_need_one_graph_and_few_choices(plan: str) -> None:
     assert counter.frame_count == 2
 
 
-def test_padded_rows_and_keys_with_lengths_of_their_own() -> None:
+def test_padded_rows_and_separate_key_lengths_compile() -> None:
     random = torch.Generator().manual_seed(3)
     x = [torch.randn(3, size, heads, 8, generator=random).requires_grad_() for size, heads in ((6, 4), (7, 2), (7, 2))]
     lengths = torch.tensor(ROWS, dtype=INT)
@@ -84,7 +84,7 @@ def test_padded_rows_and_keys_with_lengths_of_their_own() -> None:
     assert same(answers(compiled, apart, starts([4, 5]), 9, **more), answers(packed, apart, starts([4, 5]), 9, **more))
 
 
-def test_checkpointing_within_and_around_compiled_code() -> None:
+def test_checkpointing_works_within_and_around_compiled_code() -> None:
     x, cu = packed_tensors(9), starts([4, 5])
 
     def kept(*given: Any) -> Any:
@@ -96,14 +96,14 @@ def test_checkpointing_within_and_around_compiled_code() -> None:
     assert same(answers(lambda *given: checkpoint(compiled, *given, use_reentrant=False), x, cu, 9), exact)
 
 
-def test_a_guard_checks_a_compiled_step_of_such_a_batch() -> None:
+def test_a_guard_checks_a_compiled_step_of_a_packed_batch() -> None:
     x = packed_tensors(9)
     with guard(every=1, max_error=0.2, on_breach="raise") as watch:
         answers(torch.compile(packed, fullgraph=True, backend="aot_eager"), x, starts([4, 5]), 9)
     assert watch.checks == 2
 
 
-def test_what_cannot_be_compiled_or_mapped_says_what_to_do() -> None:
+def test_unsupported_compilation_or_vmap_raises_an_error_that_says_what_to_do() -> None:
     x, cu = packed_tensors(9), starts([4, 5])
 
     def refused(words: str, **named: Any) -> None:
@@ -126,7 +126,7 @@ def test_what_cannot_be_compiled_or_mapped_says_what_to_do() -> None:
         torch.func.vmap(lambda q: packed(q, k, v, cu, 9))(torch.stack([q, q]))
 
 
-def test_gradients_of_torch_func_and_exported_programs() -> None:
+def test_torch_func_gradients_and_exported_programs_work() -> None:
     q, k, v = packed_tensors(9)
     cu = starts([4, 5])
 

@@ -49,7 +49,7 @@ def full_after(size: int):
 
 
 @given(st.lists(st.binary(max_size=50), min_size=1, max_size=3), st.none() | st.binary(max_size=50))
-def test_the_content_is_what_was_written_and_nothing_is_left_beside_it(tmp_path_factory, pieces, old):
+def test_a_written_file_has_the_content_and_leaves_no_other_file(tmp_path_factory, pieces, old):
     path = tmp_path_factory.mktemp("draft") / "file.txt"
     if old is not None:
         path.write_bytes(old)
@@ -61,7 +61,7 @@ def test_the_content_is_what_was_written_and_nothing_is_left_beside_it(tmp_path_
     assert os.listdir(path.parent) == ["file.txt"]
 
 
-def test_a_block_that_raises_leaves_the_old_file_alone(tmp_path):
+def test_an_exception_in_the_block_keeps_the_old_file(tmp_path):
     path = tmp_path / "file"
     path.write_text("old")
     draft = Draft(path)
@@ -75,7 +75,7 @@ def test_a_block_that_raises_leaves_the_old_file_alone(tmp_path):
     "error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "stopped"]
 )
 @pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_a_step_that_fails_leaves_the_old_file_alone(tmp_path, monkeypatch, call, error):
+def test_a_failing_system_call_keeps_the_old_file(tmp_path, monkeypatch, call, error):
     (tmp_path / "file").write_text("old")
     monkeypatch.setattr(os, call, Mock(side_effect=error))
     with pytest.raises(OutputError if isinstance(error, OSError) else KeyboardInterrupt):
@@ -84,7 +84,7 @@ def test_a_step_that_fails_leaves_the_old_file_alone(tmp_path, monkeypatch, call
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077])
-def test_permissions_are_those_of_the_old_file_or_of_the_umask(tmp_path, mask):
+def test_permissions_follow_the_old_file_or_the_umask(tmp_path, mask):
     (tmp_path / "old").write_text("")
     (tmp_path / "old").chmod(0o640)
     before = os.umask(mask)
@@ -97,7 +97,7 @@ def test_permissions_are_those_of_the_old_file_or_of_the_umask(tmp_path, mask):
     assert modes == {"old": 0o640, "new": 0o666 & ~mask}
 
 
-def test_links_are_followed_and_stay_links(tmp_path):
+def test_links_are_followed_and_kept(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "other").mkdir()
     (tmp_path / "folder" / "file").write_text("old")
@@ -127,7 +127,7 @@ def test_pipes_and_devices_are_written_in_place(tmp_path):
         pytest.fail("a library that writes by name would replace the device")
 
 
-def test_what_cannot_be_written_is_said_with_its_path_and_reason(tmp_path, monkeypatch):
+def test_a_write_error_names_the_path_and_the_reason(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     for path, reason in (("none/x", "No such file"), ("file/x", "Not a directory"), (".", "Is a directory")):
         with pytest.raises(OutputError, match=f"{tmp_path / path} cannot be written: {reason}"):
@@ -148,7 +148,7 @@ def _hanging(path: Path, at: str, reached) -> None:
 
 
 @pytest.mark.parametrize("at", ["write", "fsync", "replace"])
-def test_a_process_that_is_killed_leaves_the_old_file_and_a_draft_that_can_be_cleared(tmp_path, at):
+def test_a_killed_process_leaves_the_old_file_and_a_removable_draft(tmp_path, at):
     path = tmp_path / "file"
     path.write_text("old")
     context = multiprocessing.get_context("fork")
@@ -180,7 +180,7 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_every_writer_leaves_the_old_file_whole_on_a_full_disk(tmp_path, name):
+def test_every_writer_keeps_the_old_file_on_a_full_disk(tmp_path, name):
     path = tmp_path / name
     with full_after(100), pytest.raises(OutputError, match="cannot be written"):
         WRITERS[name](path)
@@ -193,7 +193,7 @@ def test_every_writer_leaves_the_old_file_whole_on_a_full_disk(tmp_path, name):
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
-def test_the_tensors_of_a_breach_are_whole_or_not_there(tmp_path):
+def test_tensors_saved_for_a_breach_are_complete_or_absent(tmp_path):
     tensors = {name: torch.zeros(1, 2, 64, 32) for name in "qkv"}
     with full_after(100), pytest.raises(OutputError, match="cannot be written"):
         save_tensors(tmp_path, BREACH, tensors)
@@ -213,12 +213,12 @@ WRITES = re.compile(
 )
 
 
-def test_no_other_place_writes_files():
+def test_only_the_listed_modules_write_files():
     sources = (path for folder in ("attnbench", "harness", "backends") for path in (ROOT / folder).rglob("*.py"))
     assert {str(path.relative_to(ROOT)) for path in sources if WRITES.search(path.read_text(encoding="utf-8"))} == OWN
 
 
-def test_a_report_of_results_on_a_full_disk_leaves_the_page_that_was_there(tmp_path):
+def test_a_report_on_a_full_disk_keeps_the_old_page(tmp_path):
     results, page = part(tmp_path / "results", ROWS), tmp_path / "page.html"
     page.write_text("the page of yesterday")
     with full_after(2000):

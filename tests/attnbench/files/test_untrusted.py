@@ -30,13 +30,13 @@ values = st.recursive(
 
 @given(values)
 @settings(max_examples=50)
-def test_any_value_is_brief_and_printable(value: object) -> None:
+def test_every_value_is_shown_short_and_printable(value: object) -> None:
     assert brief(value).isprintable()
     assert len(brief([[value] * 99] * 99)) <= 200
 
 
 @given(st.text())
-def test_what_is_printable_stays_and_nothing_else(text: str) -> None:
+def test_printable_characters_are_kept_and_others_escaped(text: str) -> None:
     shown = printable(text)
     assert shown.isprintable()
     assert len(shown) == len(text)
@@ -52,7 +52,7 @@ def test_a_file_and_a_link_to_one_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "device"])
-def test_what_is_no_file_is_named_and_not_waited_for(tmp_path: Path, kind: str) -> None:
+def test_a_path_that_is_not_a_file_is_an_error_without_blocking(tmp_path: Path, kind: str) -> None:
     place = tmp_path / "here"
     {"folder": os.mkdir, "pipe": os.mkfifo, "device": lambda path: os.symlink("/dev/zero", path)}[kind](place)
     before = len(os.listdir("/proc/self/fd"))
@@ -75,7 +75,7 @@ WRONG = [HUGE, -HUGE, "x" * 10**5, "\x1b[2J", [HUGE], {"\x1b": HUGE}, float("nan
 @pytest.mark.parametrize(
     "name", ["batch", "head_dim", "kv_heads", "scale", "softcap", "dtype", "direction", "return_lse"]
 )
-def test_a_spec_says_what_is_wrong_with_it_whatever_that_is(name: str, value: object) -> None:
+def test_every_invalid_spec_field_raises_a_short_printable_error(name: str, value: object) -> None:
     with pytest.raises(InputError) as caught:
         AttentionSpec.make(**{**SHAPE, name: value})
     assert str(caught.value).isprintable()
@@ -98,7 +98,7 @@ def test_a_spec_says_what_is_wrong_with_it_whatever_that_is(name: str, value: ob
         lambda: registry().check("fa3:" + "9" * 10**6),
     ],
 )
-def test_so_does_all_else_that_is_made_of_what_a_file_or_a_caller_says(make) -> None:
+def test_every_other_invalid_input_raises_a_short_printable_error(make) -> None:
     with pytest.raises(AttnbenchError) as caught:
         make()
     assert str(caught.value).isprintable()

@@ -53,7 +53,7 @@ def ask(asked: dict):
 
 @settings(max_examples=20)
 @given(st.lists(QUESTIONS, max_size=12), ORDERS, ORDERS, st.randoms(use_true_random=False))
-def test_what_was_recorded_is_chosen_again_whatever_the_table_and_the_order(asked, before, after, chance):
+def test_recorded_choices_are_repeated_for_any_table_and_order(asked, before, after, chance):
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         install(patch, kernels())
         files = [Path(folder) / name for name in ("one.json", "other.json")]
@@ -82,7 +82,7 @@ def test_what_was_recorded_is_chosen_again_whatever_the_table_and_the_order(aske
 # --- what the file lacks ---
 
 
-def test_a_missing_question_is_raised_recorded_or_chosen(fakes, path):
+def test_a_missing_spec_is_an_error_recorded_or_chosen(fakes, path):
     with freeze(path):
         choose(spec(), CPU)
     before = path.read_bytes()
@@ -99,7 +99,7 @@ def test_a_missing_question_is_raised_recorded_or_chosen(fakes, path):
 
 
 @pytest.mark.parametrize("missing", ["raise", "choose"])
-def test_a_file_that_is_not_there_is_recorded_or_an_error(path, missing):
+def test_a_missing_file_is_recorded_or_an_error(path, missing):
     with pytest.raises(FrozenError, match=r"there is no .* writes it"):
         freeze(path, missing=missing).start()
     with freeze(path):
@@ -110,7 +110,7 @@ def test_a_file_that_is_not_there_is_recorded_or_an_error(path, missing):
 # --- what others write meanwhile ---
 
 
-def test_a_run_that_is_alone_reads_and_spells_no_choice_again(fakes, path, monkeypatch):
+def test_a_single_run_does_not_reread_or_reserialise_its_choices(fakes, path, monkeypatch):
     """A growing cache of keys asks thousands of questions, and each writes the file."""
     read, spelt = Mock(wraps=frozen_file.read_text), Mock(wraps=frozen_file.short_fields)
     monkeypatch.setattr(frozen_file, "read_text", read)
@@ -127,7 +127,7 @@ def test_a_run_that_is_alone_reads_and_spells_no_choice_again(fakes, path, monke
         assert read.call_count > reads  # what others write is seen
 
 
-def test_a_file_that_is_damaged_meanwhile_is_an_error_and_not_overwritten(fakes, path):
+def test_a_file_damaged_during_a_run_is_an_error_and_not_overwritten(fakes, path):
     with freeze(path):
         choose(spec(), CPU)
         path.write_text(path.read_text()[:-5])
@@ -138,7 +138,7 @@ def test_a_file_that_is_damaged_meanwhile_is_an_error_and_not_overwritten(fakes,
 
 
 @pytest.mark.parametrize("kind", ["another version", "another origin", "not installed", "unknown", "refused"])
-def test_a_plan_that_cannot_serve_here_is_refused_with_reasons(fakes, path, kind, monkeypatch):
+def test_a_recorded_plan_that_cannot_run_here_is_refused_with_reasons(fakes, path, kind, monkeypatch):
     known = fakes("fast:bf16", "slow:bf16")
     with freeze(path):
         assert str(choose(spec(), CPU).plan) == "fast:bf16"
@@ -169,7 +169,7 @@ def test_a_plan_that_cannot_serve_here_is_refused_with_reasons(fakes, path, kind
 
 
 @pytest.mark.parametrize(("built_on", "library"), [("cudnn", "cuDNN"), ("triton", "Triton")])
-def test_libraries_that_have_the_kernels_count_as_versions(path, monkeypatch, built_on, library):
+def test_versions_of_the_libraries_with_the_kernels_are_compared(path, monkeypatch, built_on, library):
     install(monkeypatch, fake_registry(fake_backend("own", FakeForward("own:bf16"), built_on=(built_on,))))
     for version in ("1", "2"):
         monkeypatch.setattr(freezing, "_library", lambda name, version=version: version)
@@ -224,7 +224,7 @@ def test_another_model_of_gpu_is_refused(models, recorded, path):
     assert path.read_bytes() == recorded
 
 
-def test_where_cuda_is_up_another_model_of_gpu_is_refused_at_the_start(models, recorded, path, monkeypatch):
+def test_another_model_of_gpu_is_refused_at_the_start_when_cuda_is_initialised(models, recorded, path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     models[0] = H100
@@ -234,7 +234,7 @@ def test_where_cuda_is_up_another_model_of_gpu_is_refused_at_the_start(models, r
     freeze(path).start().stop()  # one of them is enough
 
 
-def test_the_file_of_another_machine_that_takes_the_place_of_ours(models, recorded, path):
+def test_a_file_replaced_by_another_machines_during_a_run_is_refused(models, recorded, path):
     with freeze(path):
         rewritten(path, H200, H100)
         for asked in (GPU, CPU):
@@ -242,7 +242,7 @@ def test_the_file_of_another_machine_that_takes_the_place_of_ours(models, record
                 choose(spec(seqlen_q=7), asked)
 
 
-def test_a_guard_demotes_nothing_while_choices_are_frozen(fakes, path):
+def test_a_guard_demotes_no_plan_while_choices_are_frozen(fakes, path):
     fakes("fast:bf16", "slow:bf16")
     with freeze(path):
         plan = choose(spec(), CPU).plan

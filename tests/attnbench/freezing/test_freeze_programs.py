@@ -52,7 +52,7 @@ def test_explain_names_the_file(path):
     assert explain(*x).to_dict()["frozen_in"] is None
 
 
-def test_the_command_line_explains_by_a_file(path, capsys):
+def test_the_command_line_explains_a_frozen_file(path, capsys):
     x = torch.zeros(1, 4, 64, 32, dtype=torch.bfloat16)
     with freeze(path):
         explain(x, x, x, backend="sdpa-math")
@@ -87,7 +87,7 @@ def test_compiled_programs_follow_the_file(path, ran):
     torch._dynamo.reset()
 
 
-def test_an_export_of_dynamic_shapes_asks_the_file_that_is_open(path, ran):
+def test_an_export_of_dynamic_shapes_uses_the_open_file(path, ran):
     class Module(torch.nn.Module):
         def forward(self, q, k, v):
             return attention(q, k, v)
@@ -105,7 +105,7 @@ def test_an_export_of_dynamic_shapes_asks_the_file_that_is_open(path, ran):
         assert ran == [expected] * 2
 
 
-def test_one_freeze_is_open_at_a_time_and_ends_with_its_block(path, tmp_path, monkeypatch):
+def test_only_one_freeze_is_open_and_it_ends_with_its_block(path, tmp_path, monkeypatch):
     first, second = freeze(path), freeze(tmp_path / "other.json")
     with first:
         for each in (first, second):
@@ -123,7 +123,7 @@ def test_one_freeze_is_open_at_a_time_and_ends_with_its_block(path, tmp_path, mo
 
 
 @pytest.mark.parametrize("name", ["run.lock", "run[1].json", "*", "env"])
-def test_files_of_others_in_the_folder_stay(tmp_path, name):
+def test_other_files_in_the_folder_are_kept(tmp_path, name):
     others = [".env.local", ".run.choices.json.swp", f".{name}.swp", f".{name}.database", "run.json", "notes"]
     for other in others:
         (tmp_path / other).write_text(other)
@@ -135,11 +135,11 @@ def test_files_of_others_in_the_folder_stay(tmp_path, name):
 
 
 @pytest.mark.parametrize("bad", [None, 3.5, b"run.json", "a\0b", "/"])
-def test_paths_that_cannot_be(bad):
+def test_invalid_paths_are_refused(bad):
     with pytest.raises(InputError):
         freeze(bad)
 
 
-def test_missing_has_three_words(path):
+def test_an_unknown_missing_mode_is_refused(path):
     with pytest.raises(InputError, match="record, raise, choose"):
         freeze(path, missing="ignore")

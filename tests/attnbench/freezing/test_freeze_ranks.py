@@ -25,7 +25,7 @@ PLANS = ("sdpa-math:fp32", "sdpa-flash:fp32", "reference:fp32", "reference:fp64"
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 @pytest.mark.parametrize("kinds", [("fsdp2",), pytest.param(KINDS, marks=pytest.mark.exhaustive)], ids=["one", "all"])
-def test_two_ranks_with_tables_that_disagree_choose_alike(tmp_path, kinds):
+def test_two_ranks_with_different_tables_make_the_same_choices(tmp_path, kinds):
     run_ranks(frozen_ranks.__file__, [[str(rank), str(tmp_path), *kinds] for rank in range(RANKS)], tmp_path)
     recorded, replayed = (
         [json.loads((tmp_path / f"{missing}-{rank}.json").read_text()) for rank in range(RANKS)]
@@ -60,7 +60,7 @@ def _recorder(number: int, path: Path, start, answers) -> None:
     answers.put(ran)
 
 
-def test_four_processes_that_record_at_once_agree_and_every_read_on_the_way_is_whole(tmp_path):
+def test_four_concurrent_recorders_agree_and_every_read_is_complete(tmp_path):
     context = multiprocessing.get_context("fork")
     start, answers, path = context.Event(), context.Queue(), tmp_path / "run.choices.json"
     workers = [context.Process(target=_recorder, args=(n, path, start, answers)) for n in range(PROCESSES)]

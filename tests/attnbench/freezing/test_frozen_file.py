@@ -56,7 +56,7 @@ CHOICES = st.lists(choices(), max_size=6, unique_by=lambda item: item[0])
 
 
 @given(CHOICES, st.randoms(use_true_random=False))
-def test_it_is_read_back_as_it_was_written_in_any_order_and_layout(tmp_path_factory, found, chance):
+def test_a_file_reads_back_as_written_in_any_order_and_layout(tmp_path_factory, found, chance):
     folder = tmp_path_factory.getbasetemp()
     content = Frozen({"cpu": "CPU", "cuda": "NVIDIA H200"}, dict(found))
     content.save(folder / "one.json")
@@ -148,7 +148,7 @@ def test_an_error_names_the_line(path, kind, indent):
     assert after or "plan" not in choice
 
 
-def test_a_question_that_stands_there_twice_is_an_error(path):
+def test_a_duplicate_spec_is_an_error(path):
     lines = path.read_text().splitlines()
     lines.insert(9, lines[7].rstrip(",") + ",")
     path.write_text("\n".join(lines))
@@ -172,7 +172,7 @@ def test_a_question_that_stands_there_twice_is_an_error(path):
         ),
     ],
 )
-def test_what_is_no_frozen_file(path, text, words):
+def test_an_invalid_file_is_an_error_that_says_why(path, text, words):
     path.write_text(text)
     with pytest.raises(MalformedFileError, match=words):
         freeze(path).start()

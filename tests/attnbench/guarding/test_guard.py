@@ -33,7 +33,7 @@ HEALTHY = {
 
 
 @pytest.mark.parametrize("case", HEALTHY)
-def test_a_plan_that_is_right_is_left_alone(case):
+def test_a_correct_plan_causes_no_breach(case):
     x = tensors(grad=True)
     with guard(every=1) as watch:
         for seed in range(15):
@@ -45,7 +45,7 @@ def test_a_plan_that_is_right_is_left_alone(case):
     assert watch.checks == 31
 
 
-def test_a_drift_is_found_when_it_comes(planted):
+def test_a_drift_is_found_when_it_begins(planted):
     forward, _ = planted
     x = tensors()
     with guard(every=1) as watch:
@@ -74,7 +74,7 @@ def test_wrong_gradients_are_found_and_named(planted, name, where):
     assert {str(each.plan) for each in watch.breaches} == {PLAN}
 
 
-def test_what_went_in_that_is_not_finite_is_no_breach():
+def test_nonfinite_inputs_are_not_a_breach():
     x = tensors()
     x[2][0, 0, 0, 0] = torch.nan
     with guard(every=1) as watch:
@@ -85,7 +85,7 @@ def test_what_went_in_that_is_not_finite_is_no_breach():
 
 
 @pytest.mark.parametrize("every", [1, 3, 7])
-def test_of_each_plan_and_spec_the_first_pass_and_every_so_many_after_it(every):
+def test_the_first_call_of_each_plan_and_spec_and_every_nth_after_it_are_checked(every):
     with guard(every=every) as watch:
         for backend in ("sdpa-flash", "reference:fp32"):
             for sq in (5, 6):
@@ -95,7 +95,7 @@ def test_of_each_plan_and_spec_the_first_pass_and_every_so_many_after_it(every):
                     assert watch.checks - before == (2 if (number - 1) % every == 0 else 0), number
 
 
-def test_one_warning_for_a_plan_and_a_line_in_the_log_for_each_breach(planted, caplog):
+def test_each_plan_warns_once_and_each_breach_is_logged(planted, caplog):
     forward, _ = planted
     forward.change = noise(1.0)
     with warnings.catch_warnings(record=True) as warned, guard(every=1) as watch:
@@ -114,7 +114,7 @@ def test_one_warning_for_a_plan_and_a_line_in_the_log_for_each_breach(planted, c
         assert json.loads(json.dumps(line.breach, allow_nan=False)) == breach.to_dict()
 
 
-def test_raise_raises_where_it_is_found(planted):
+def test_on_breach_raise_raises_at_the_checked_call(planted):
     forward, backward = planted
     x = tensors(grad=True)
     with guard(every=1, on_breach="raise"):
@@ -159,7 +159,7 @@ def test_demotion_changes_the_choice_and_explain_says_why(planted):
     assert str(explain(*x).plan) == NAME
 
 
-def test_a_plan_that_was_not_asked_for_is_not_called_inaccurate(planted):
+def test_a_demoted_fp8_plan_is_inaccurate_only_where_fp8_was_requested(planted):
     x = tensors()
     demote(Plan("emulated:fp8"), explain(*x).spec, "demoted")
     for arguments, verdict in (({}, "not asked for"), ({"dtype": "fp8"}, "inaccurate")):
@@ -202,7 +202,7 @@ def test_saved_tensors_reproduce_the_error(planted, tmp_path, name):
     assert within(found.error, error, 0.6)
 
 
-def test_tensors_that_came_in_fp8_are_saved_with_their_scales(planted, tmp_path):
+def test_fp8_inputs_are_saved_with_their_scales(planted, tmp_path):
     forward, _ = planted
     forward.change = noise(1.0)
     parts = [quantise(x, Recipe("head")) for x in tensors()]

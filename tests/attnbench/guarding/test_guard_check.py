@@ -39,7 +39,7 @@ def agree(found: Tensor, truth: list[Tensor]) -> None:
 
 @settings(max_examples=examples(30, 200))
 @given(problem=problems())
-def test_rows_of_out_are_those_of_dense_attention(problem):
+def test_checked_output_rows_agree_with_dense_attention(problem):
     q, k, v, _ = given_as_bhsd(problem)
     truth, _ = dense.dense_attention(q, k, v, problem.spec)
     picks = pick_rows(problem.spec, Random(problem.seed))
@@ -52,7 +52,7 @@ def test_rows_of_out_are_those_of_dense_attention(problem):
 
 @settings(max_examples=examples(30, 200))
 @given(problem=problems())
-def test_rows_of_gradients_are_those_of_dense_attention(problem):
+def test_checked_gradient_rows_agree_with_dense_attention(problem):
     spec = problem.spec
     q, k, v, grad_out = given_as_bhsd(problem)
     truth = dict(zip(("dq", "dk", "dv"), dense.dense_gradients(q, k, v, grad_out, spec), strict=True))
@@ -74,7 +74,7 @@ def test_rows_of_gradients_are_those_of_dense_attention(problem):
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "head", "block", "token"])
-def test_what_was_quantised_beforehand_is_what_counts(granularity):
+def test_prequantised_inputs_are_compared_at_their_quantised_values(granularity):
     spec = AttentionSpec.make(
         batch=2, heads=4, kv_heads=2, seqlen_q=150, head_dim=16, dtype="e4m3", descale=granularity, mask=Mask(right=0)
     )
@@ -86,7 +86,7 @@ def test_what_was_quantised_beforehand_is_what_counts(granularity):
     assert (found["out"][0] <= 1e-12 * found["out"][1]).all()
 
 
-def test_a_sum_that_cancels_is_as_long_as_its_terms():
+def test_a_cancelling_sum_is_compared_relative_to_its_terms():
     """One key: dq and dk are nothing, and what rounding leaves there is no error; dv is as it is."""
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=5, seqlen_kv=1, head_dim=8, direction="training", dtype="fp32")
     q, do = (torch.randn(1, 2, 5, 8) for _ in range(2))
@@ -101,7 +101,7 @@ def test_a_sum_that_cancels_is_as_long_as_its_terms():
     assert (found["dq"][1] > 0.01).all()
 
 
-def test_what_is_below_the_smallest_numbers_is_no_error():
+def test_subnormal_outputs_are_not_an_error():
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=5, head_dim=8, dtype="fp32")
     q, k, v = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8), torch.zeros(1, 2, 5, 8)
     out = torch.full_like(v, torch.finfo(torch.float32).smallest_normal / 4)
@@ -110,7 +110,7 @@ def test_what_is_below_the_smallest_numbers_is_no_error():
     assert (found["out"][0] <= found["out"][1] / 16 * (1 + 1e-9)).all()
 
 
-def test_gradients_that_leave_fp16_are_nobodys_fault():
+def test_fp16_gradient_overflow_is_not_checked():
     spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=6, head_dim=8, direction="training", dtype="fp16")
     x = [torch.randn(1, 1, 6, 8).half() for _ in range(4)]
     groups = pick_groups(spec, Random(0))
@@ -120,7 +120,7 @@ def test_gradients_that_leave_fp16_are_nobodys_fault():
         assert read(gradient_sums(own, groups, x[3], gradients, spec))[0] == usable
 
 
-def test_every_row_and_key_is_drawn_alike():
+def test_rows_and_keys_are_sampled_uniformly():
     spec = AttentionSpec.make(batch=2, heads=4, kv_heads=2, seqlen_q=3, seqlen_kv=2, head_dim=8)
     draw = Random(0)
     rows = [(pick.batch, pick.head, row) for _ in range(300) for pick in pick_rows(spec, draw) for row in pick.rows]
@@ -143,7 +143,7 @@ class Seen(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_nothing_that_watches_or_changes_operators_reaches_the_check():
+def test_modes_and_autocast_do_not_affect_the_check():
     x = torch.randn(4, 4, requires_grad=True)
     with Seen() as seen, torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
         with aside(x.device):
@@ -158,7 +158,7 @@ def test_nothing_that_watches_or_changes_operators_reaches_the_check():
 @settings(max_examples=examples(6, 100))
 @given(documents(20, masks(), heads=(4, 2), head_dim=8, head_dim_v=8,
                  padding=st.sampled_from([None, "left", "right"])))  # fmt: skip
-def test_rows_of_unequal_lengths_are_those_of_each_sequence_alone(batch: Documents) -> None:
+def test_checked_rows_of_unequal_lengths_agree_with_each_sequence_alone(batch: Documents) -> None:
     """Padding holds NaN; every head and row of each tensor is as dense attention of its own sequence has it."""
     (q, k, v, do), lengths, spec = batch.together(batch.parts())
     own = list(lengths.sequences(spec, q, k))

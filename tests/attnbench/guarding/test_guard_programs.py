@@ -20,7 +20,7 @@ from attnbench.kernels.guard_hook import watching
 pytestmark = pytest.mark.filterwarnings("ignore::attnbench.errors.BreachWarning")
 
 
-def test_a_folder_that_cannot_be_written_costs_the_file_alone(planted, tmp_path):
+def test_an_unwritable_folder_loses_only_the_saved_file(planted, tmp_path):
     forward, _ = planted
     forward.change = noise(1.0)
     (tmp_path / "file").write_text("in the way")
@@ -31,7 +31,7 @@ def test_a_folder_that_cannot_be_written_costs_the_file_alone(planted, tmp_path)
 
 
 @pytest.mark.parametrize(("name", "state"), [("out", object()), ("dq", None), ("dk", object()), ("dv", None)])
-def test_compiled_programs_are_watched(planted, name, state):
+def test_compiled_programs_are_checked(planted, name, state):
     forward, backward = planted
     forward.state = state
     torch._dynamo.reset()
@@ -55,7 +55,7 @@ def test_compiled_programs_are_watched(planted, name, state):
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("plan", ["sdpa-math", "emulated:fp8>sdpa-flash:bf16"])
-def test_checkpointing_sees_no_difference(plan, use_reentrant, every):
+def test_checkpointing_gives_the_same_gradients_under_a_guard(plan, use_reentrant, every):
     def block(q, k, v):
         return attention(q * 1.5, k, v, is_causal=True, backend=plan).sin()
 
@@ -76,7 +76,7 @@ def test_checkpointing_sees_no_difference(plan, use_reentrant, every):
     assert not watch.skipped
 
 
-def test_the_programs_random_numbers_and_answers_are_its_own():
+def test_a_guard_changes_no_random_numbers_or_results():
     def run() -> list[object]:
         torch.manual_seed(3)
         random.seed(3)
@@ -90,7 +90,7 @@ def test_the_programs_random_numbers_and_answers_are_its_own():
 
 
 @pytest.mark.parametrize("plan", ["sdpa-flash", "emulated:fp8"])
-def test_inputs_may_change_or_go_before_the_backward(plan):
+def test_inputs_may_be_changed_or_freed_before_the_backward(plan):
     x = tensors(grad=True)
     with guard(every=1) as watch:
         doubled = [each * 1.0 for each in x]
@@ -115,7 +115,7 @@ def test_inputs_may_change_or_go_before_the_backward(plan):
     assert not watch.breaches
 
 
-def test_the_inner_guard_counts_and_each_may_be_stopped_in_any_order():
+def test_the_inner_guard_is_active_and_guards_stop_in_any_order():
     x = tensors()
     outer, inner = guard(every=1).start(), guard(every=1).start()
     attention(*x)
@@ -154,7 +154,7 @@ def late(watch) -> guarding._Check:
     return check
 
 
-def test_what_is_under_way_is_waited_for_at_the_end_and_no_sooner():
+def test_pending_checks_are_awaited_only_at_the_end():
     watch = guard(every=2, on_breach="raise").start()
     check = late(watch)
     attention(*tensors())
@@ -165,7 +165,7 @@ def test_what_is_under_way_is_waited_for_at_the_end_and_no_sooner():
     assert watch.checks == 2
 
 
-def test_the_programs_own_error_goes_first():
+def test_the_programs_own_exception_takes_precedence():
     watch = guard(every=1, on_breach="raise")
 
     def program() -> None:
@@ -179,7 +179,7 @@ def test_the_programs_own_error_goes_first():
     assert watching.active is None
 
 
-def test_a_backward_after_the_guard_is_closed_is_not_its_business(planted):
+def test_a_backward_after_the_guard_closed_is_not_checked(planted):
     _, backward = planted
     backward.changes["dq"] = noise(1.0)
     x = tensors(grad=True)
@@ -189,7 +189,7 @@ def test_a_backward_after_the_guard_is_closed_is_not_its_business(planted):
     assert watch.checks == 1
 
 
-def test_a_check_that_fails_costs_itself_alone(monkeypatch, caplog):
+def test_an_exception_in_a_check_loses_only_that_check(monkeypatch, caplog):
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("no room")
 
@@ -211,6 +211,6 @@ def test_a_check_that_fails_costs_itself_alone(monkeypatch, caplog):
     "arguments",
     [{"every": 0}, {"every": 2.0}, {"every": True}, {"max_error": 0}, {"max_error": "1"}, {"on_breach": "shout"}],
 )
-def test_arguments_that_cannot_be_are_refused(arguments):
+def test_invalid_arguments_are_refused(arguments):
     with pytest.raises(InputError):
         guard(**arguments)

@@ -44,7 +44,7 @@ def first_alarm(detector, stream) -> int | None:
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_a_plan_at_its_bound_raises_no_alarm_in_ten_thousand_checks(rows):
+def test_a_plan_at_its_bound_causes_no_alarm_in_ten_thousand_checks(rows):
     draw = random.Random(rows)
     assert first_alarm(Detector(BOUND), checks(draw, ROWS[rows], 1.0, 10_000)) is None
 
@@ -54,7 +54,7 @@ def test_a_plan_at_its_bound_raises_no_alarm_in_ten_thousand_checks(rows):
     [("even", 1.5, 5), ("uneven", 1.5, 15), ("even", 2.0, 2), ("even", 4.0, 1), ("rare", 4.0, 30)],
 )
 @pytest.mark.parametrize("healthy", [0, 500])
-def test_a_plan_beyond_its_bound_is_found_soon_however_long_it_was_right(rows, relative, within, healthy):
+def test_a_plan_beyond_its_bound_is_found_soon_after_any_correct_period(rows, relative, within, healthy):
     found = []
     for seed in range(20):
         draw, detector = random.Random(seed), Detector(BOUND)
@@ -67,7 +67,7 @@ def test_a_plan_beyond_its_bound_is_found_soon_however_long_it_was_right(rows, r
     st.lists(st.floats(0, 20), min_size=2, max_size=6),
     st.sampled_from([0.05, 0.2, 0.5, 0.9]),
 )
-def test_one_head_of_a_plan_within_its_bound_is_evidence_of_nothing_on_average(shares, bet):
+def test_errors_with_an_allowed_mean_give_no_evidence_on_average(shares, bet):
     """The reason why alarms are rare: over any errors whose mean is allowed, the factor's mean is 1 at the most."""
     mean = math.fsum(shares) / len(shares)
     if mean == 0:
@@ -83,7 +83,7 @@ def test_one_head_of_a_plan_within_its_bound_is_evidence_of_nothing_on_average(s
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_an_alarm_never_names_an_error_that_is_allowed(seed):
+def test_an_alarm_reports_an_error_above_the_bound(seed):
     """Checks of small rows (late keys under a causal mask) may be wrong where those of large ones are right."""
     draw, detector, alarms = random.Random(seed), Detector(BOUND), []
     for _ in range(2000):
@@ -96,7 +96,7 @@ def test_an_alarm_never_names_an_error_that_is_allowed(seed):
     assert min(alarms) > BOUND
 
 
-def test_what_is_no_number_or_should_be_nothing_is_found_at_once_and_forgotten():
+def test_nonfinite_and_nonzero_errors_are_found_at_once_and_then_reset():
     detector = Detector(BOUND)
     for value in (math.nan, math.inf):
         found = detector.add([0.0, value], [1.0, 1.0])

@@ -35,7 +35,7 @@ def native(*args, **named):
     return dispatch.dispatch_attention_fn(*args, backend="native", **named)
 
 
-def test_outputs_and_gradients_are_those_of_the_native_backend():
+def test_outputs_and_gradients_agree_with_the_native_backend():
     calls = register(backend="reference")
     model, inputs = flux()
     ours = copy.deepcopy(model)
@@ -63,7 +63,7 @@ def test_a_compiled_model_has_one_graph():
     assert error(compiled(**inputs).sample, wanted) < 1e-5
 
 
-def test_layers_that_do_not_ask_the_dispatcher_are_named_and_ask_sdpa():
+def test_layers_that_bypass_the_dispatcher_are_named_and_use_sdpa():
     register(backend="emulated", dtype="fp8")
     torch.manual_seed(0)
     model = diffusers.UNet2DConditionModel(
@@ -88,7 +88,7 @@ def test_layers_that_do_not_ask_the_dispatcher_are_named_and_ask_sdpa():
     assert 1e-4 < error(found[0], wanted[0]) < 0.12
 
 
-def test_what_cannot_be_served_is_refused_and_handed_on_only_where_that_was_asked_for():
+def test_unsupported_calls_are_refused_unless_a_fallback_was_requested():
     q = tensor(2, 6, 2, 8)
     padding = torch.randn(2, 6, 6)[:, None]  # a bias
     calls = register()
@@ -126,7 +126,7 @@ def masks_of_padding():
 
 
 @pytest.mark.parametrize("name", masks_of_padding())
-def test_masks_of_padding_become_packed_calls(name):
+def test_padding_masks_become_packed_calls(name):
     mask = masks_of_padding()[name]
     calls = register(backend="reference")
     x = [tensor(2, 7, heads, 8, seed=heads).requires_grad_() for heads in (4, 2, 2)]
@@ -140,7 +140,7 @@ def test_masks_of_padding_become_packed_calls(name):
     assert torch.equal(ask(*x, mask.clone(), enable_gqa=True), found[0])
 
 
-def test_what_cannot_be_registered(monkeypatch):
+def test_invalid_registrations_are_refused(monkeypatch):
     own = dispatch._AttentionBackendRegistry._backends[dispatch.AttentionBackendName.NATIVE]
     with pytest.raises(InputError, match="'native' is a backend of diffusers"):
         register("native")

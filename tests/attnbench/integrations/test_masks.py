@@ -20,7 +20,7 @@ def tensor(*shape, seed=0):
     first=st.integers(0, 3), second=st.integers(0, 3), batch=st.sampled_from([(), (1, 1), (2, 1), (2, 3)]),
     floating=st.booleans(), large=st.booleans(),
 )  # fmt: skip
-def test_what_was_remembered_is_held_against_every_entry(first, second, batch, floating, large):
+def test_a_cached_mask_is_compared_with_every_entry(first, second, batch, floating, large):
     """The second reading of the same memory finds what a first one would."""
     full = torch.ones(5, 5, dtype=torch.bool)
     hole = full.clone()
@@ -38,7 +38,7 @@ def test_what_was_remembered_is_held_against_every_entry(first, second, batch, f
     assert again == mask_tensors.MaskTensors().read(memory, 5, 5)
 
 
-def test_a_mask_that_stays_is_compared_and_not_looked_for(monkeypatch):
+def test_an_unchanged_mask_is_compared_and_not_recognised_again(monkeypatch):
     seen, look = [], mask_tensors.mask_of_tensor
     monkeypatch.setattr(mask_tensors, "mask_of_tensor", lambda *args: seen.append(args) or look(*args))
     q = tensor(1, 2, 6, 8)
@@ -54,7 +54,7 @@ def test_a_mask_that_stays_is_compared_and_not_looked_for(monkeypatch):
     assert len(masks._guesses) <= 64
 
 
-def test_masks_that_cannot_be_read_are_refused_in_a_sentence():
+def test_unreadable_masks_are_refused_in_one_sentence():
     q = tensor(2, 3, 6, 8)
     for queries, keys, mask in (
         (q, q[:, :, :0], torch.ones(6, 0, dtype=torch.bool)),
@@ -83,7 +83,7 @@ WRONG = {
 
 @pytest.mark.parametrize("otherwise", ["raise", "torch"])
 @pytest.mark.parametrize("named", WRONG.values(), ids=WRONG)
-def test_what_torch_refuses_raises_what_torch_raises(named, otherwise):
+def test_calls_that_torch_refuses_raise_torchs_exception(named, otherwise):
     q = tensor(*Q)
     with pytest.raises(Exception) as torchs:  # noqa: PT011 - whatever torch raises
         F.scaled_dot_product_attention(q, q, q, **named)
@@ -92,7 +92,7 @@ def test_what_torch_refuses_raises_what_torch_raises(named, otherwise):
     assert type(ours.value) is torchs.type
 
 
-def test_autocast_takes_the_masks_that_it_takes_for_torch():
+def test_autocast_accepts_the_masks_that_torch_accepts():
     q = tensor(*Q)
     with torch.autocast("cpu", torch.bfloat16), replaced("reference") as calls:
         F.scaled_dot_product_attention(q, q, q, torch.zeros(6, 6, dtype=torch.float16))

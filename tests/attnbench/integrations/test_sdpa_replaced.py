@@ -62,7 +62,7 @@ def a_call(draw):
 
 
 @given(a_call())
-def test_outputs_and_gradients_are_torchs(call):
+def test_outputs_and_gradients_agree_with_torch(call):
     shapes, named, servable = call
     inputs = [tensor(*shape, seed=seed) for seed, shape in enumerate(shapes)]
     with replaced("reference") as calls:
@@ -81,7 +81,7 @@ def test_outputs_and_gradients_are_torchs(call):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
 
 
-def test_fp8_is_opted_into_and_the_block_ends():
+def test_fp8_needs_opting_in_and_ends_with_the_block():
     q = tensor(1, 2, 64, 16)
     exact = F.scaled_dot_product_attention(q, q, q)
     with replaced(**FP8) as calls:
@@ -98,7 +98,7 @@ def test_fp8_is_opted_into_and_the_block_ends():
     assert is_torchs(F.scaled_dot_product_attention(q, q, q), q)
 
 
-def test_other_threads_are_left_alone():
+def test_other_threads_are_not_affected():
     q, outs = tensor(1, 2, 16, 16), []
     with replaced(**FP8) as calls:
         other = threading.Thread(target=lambda: outs.append(F.scaled_dot_product_attention(q, q, q)))
@@ -108,7 +108,7 @@ def test_other_threads_are_left_alone():
     assert is_torchs(outs[0], q)
 
 
-def test_the_innermost_of_nested_blocks_holds():
+def test_the_innermost_nested_block_is_active():
     q = tensor(1, 2, 16, 16)
     with replaced(**FP8) as outer:
         with replaced("reference") as inner:
@@ -123,7 +123,7 @@ def test_the_innermost_of_nested_blocks_holds():
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_multi_head_attention_is_seen_through(nested):
+def test_multi_head_attention_modules_are_served(nested):
     heads = nn.MultiheadAttention(16, 2, batch_first=True).eval()
     x, causal = tensor(2, 6, 16), nn.Transformer.generate_square_subsequent_mask(6)
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
@@ -151,7 +151,7 @@ def test_multi_head_attention_is_seen_through(nested):
         assert 1e-4 < error(mine, theirs) < 0.12
 
 
-def test_what_cannot_be_served_is_refused_and_handed_on_only_where_that_was_asked_for():
+def test_unsupported_calls_are_refused_unless_a_fallback_was_requested():
     q = tensor(1, 2, 6, 8)
     hole = torch.ones(6, 6, dtype=torch.bool)
     hole[3, 2] = False
@@ -181,7 +181,7 @@ def test_what_cannot_be_served_is_refused_and_handed_on_only_where_that_was_aske
         F.scaled_dot_product_attention(q, q, q, ~hole, is_causal=True)
 
 
-def test_what_attention_refuses_is_refused_or_handed_on():
+def test_calls_that_attention_refuses_are_refused_or_fall_back():
     q = tensor(1, 2, 6, 8)
     with replaced("sdpa-cudnn"), pytest.raises(RefusedError, match="Plans that can"):
         F.scaled_dot_product_attention(q, q, q)
@@ -206,7 +206,7 @@ def test_what_attention_refuses_is_refused_or_handed_on():
         pass
 
 
-def test_a_mask_tensor_in_compiled_code_breaks_the_graph_or_is_handed_on():
+def test_a_mask_tensor_in_compiled_code_breaks_the_graph_or_falls_back():
     q, mask = tensor(1, 2, 16, 16), torch.ones(16, 16, dtype=torch.bool).tril()
     hole = mask.clone()
     hole[3, 2] = False
@@ -279,7 +279,7 @@ def own(q):
 
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("how", [reentrant, without, nested, own])
-def test_outputs_and_gradients_are_those_without_checkpointing(how, inside):
+def test_checkpointing_changes_no_outputs_or_gradients(how, inside):
     q = tensor(1, 2, 32, 16)
 
     def step(function):
@@ -299,7 +299,7 @@ def test_outputs_and_gradients_are_those_without_checkpointing(how, inside):
     assert found[2] >= 4
 
 
-def test_the_context_around_the_forward_holds_in_the_backward():
+def test_the_forwards_context_applies_in_the_backward():
     q = tensor(1, 2, 32, 16)
     with replaced(**FP8):
         (wanted,) = torch.autograd.grad(plain(q).square().sum(), q)
@@ -309,7 +309,7 @@ def test_the_context_around_the_forward_holds_in_the_backward():
     assert not torch.equal(torch.autograd.grad(without(q).square().sum(), q)[0], wanted)
 
 
-def test_an_autograd_function_that_may_compute_again_by_other_means_is_refused():
+def test_an_autograd_function_that_may_recompute_differently_is_refused():
     class Unknown(torch.autograd.Function):
         @staticmethod
         def forward(ctx, q):
@@ -323,7 +323,7 @@ def test_an_autograd_function_that_may_compute_again_by_other_means_is_refused()
         Unknown.apply(tensor(1, 2, 8, 16))
 
 
-def test_graphs_of_fx_hold_torchs_sdpa_and_traces_of_jit_are_refused():
+def test_fx_graphs_contain_torchs_sdpa_and_jit_traces_are_refused():
     q = tensor(1, 2, 8, 16).detach()
 
     def program(q):

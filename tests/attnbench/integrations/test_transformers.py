@@ -43,7 +43,7 @@ def padding(*spans, length=12):
          "AutoModelForMaskedLM"),
     ],
 )  # fmt: skip
-def test_outputs_and_gradients_are_those_of_transformers_own_attention(calls, kind, settings, theirs, auto):
+def test_outputs_and_gradients_agree_with_transformers_own_attention(calls, kind, settings, theirs, auto):
     model, ours = decoders(kind, settings, theirs, auto=auto)
     x = tokens()
     wanted, found = step(model, x), step(ours, x)
@@ -52,14 +52,14 @@ def test_outputs_and_gradients_are_those_of_transformers_own_attention(calls, ki
     assert worst(found[1], wanted[1]) < 1e-4
 
 
-def test_sinks_are_never_handed_on_to_transformers_sdpa_which_has_none():
+def test_sinks_never_fall_back_to_transformers_sdpa():
     register("attnbench-sdpa", backend=EXACT, otherwise="sdpa")
     attend, q = transformers.AttentionInterface._global_mapping["attnbench-sdpa"], torch.randn(1, 2, 8, 16)
     with pytest.warns(AttnbenchWarning, match="dropout"), pytest.raises(InputError, match="Module has sinks"):
         attend(torch.nn.Module(), q, q, q, None, dropout=0.1, s_aux=torch.zeros(2))
 
 
-def test_decoding_with_a_cache_and_prompts_in_pieces(calls):
+def test_decoding_with_a_cache_and_chunked_prompts_agrees(calls):
     model, ours = decoders("MistralConfig", WINDOWED)
     x = tokens(length=12)
     options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -73,7 +73,7 @@ def test_decoding_with_a_cache_and_prompts_in_pieces(calls):
     assert calls.served == 2 * (20 + 2)
 
 
-def test_what_cannot_be_served_is_refused_in_a_sentence(calls):
+def test_unsupported_calls_are_refused_in_one_sentence(calls):
     _, ours = decoders("LlamaConfig", DECODER)
     x = tokens(length=12)
     with pytest.raises(InputError, match="beyond the queries, as those of a static cache"):
@@ -105,7 +105,7 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(calls):
         attend(torch.nn.Module(), q, q, q, {})
 
 
-def test_what_is_handed_on_is_what_sdpa_computes_counted_and_said():
+def test_fallback_calls_agree_with_sdpa_are_counted_and_warn():
     calls = register(backend="emulated", dtype="fp8", otherwise="sdpa")
     model, ours = decoders("LlamaConfig", DECODER)
     x, blocks = tokens(length=12), torch.ones(2, 1, 12, 12, dtype=torch.bool).tril()
@@ -138,7 +138,7 @@ def test_what_is_handed_on_is_what_sdpa_computes_counted_and_said():
     assert torch.equal(windowed[1].outs, windowed[0].outs)
 
 
-def test_compiled_models_have_one_graph_and_look_at_masks_when_they_run():
+def test_compiled_models_have_one_graph_and_read_masks_at_run_time():
     register(backend=EXACT)
     model, ours = decoders("MistralConfig", WINDOWED)
     x = tokens()
@@ -155,7 +155,7 @@ def test_compiled_models_have_one_graph_and_look_at_masks_when_they_run():
         compiled(x, use_cache=False, position_ids=torch.arange(20).repeat(2, 2))
 
 
-def test_compiled_models_hand_on_what_perhaps_cannot_be_served():
+def test_compiled_models_fall_back_when_a_mask_may_be_unsupported():
     calls = register(backend=EXACT, otherwise="sdpa")
     model, ours = decoders("LlamaConfig", DECODER)
     x, left = tokens(), padding((0, 40), (3, 40), length=40)
@@ -167,7 +167,7 @@ def test_compiled_models_hand_on_what_perhaps_cannot_be_served():
     assert calls.handed_on.total() == 2
 
 
-def test_compiled_layers_are_told_masks_that_were_made_outside(calls):
+def test_compiled_layers_accept_masks_made_outside_the_graph(calls):
     model, ours = decoders("MistralConfig", WINDOWED)
     x = tokens()
     torch._dynamo.reset()
@@ -188,7 +188,7 @@ def test_compiled_layers_are_told_masks_that_were_made_outside(calls):
     assert calls.served == 2  # without a bound, outside of the graphs
 
 
-def test_what_cannot_be_registered(monkeypatch):
+def test_invalid_registrations_are_refused(monkeypatch):
     with pytest.raises(UnknownBackendError, match="sdpa-flash"):
         register(backend="sdpa-flesh")
     with pytest.raises(InputError, match="padding must be 'unpad' or 'right', not 'left'"):
@@ -238,7 +238,7 @@ def dense(mask, seqlen_q, seqlen_kv):
     hide=st.booleans(),
     right=st.booleans(),
 )
-def test_the_mask_that_layers_are_told_is_the_tensor_that_sdpa_is_given(
+def test_the_mask_given_to_layers_equals_the_tensor_given_to_sdpa(
     batch, fresh, past, dropped, window, causal, ahead, pads, hide, right
 ):
     """Any cache's geometry: ``past`` keys of which the first ``dropped`` are gone, ``ahead`` ones still empty."""

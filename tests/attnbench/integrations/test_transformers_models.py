@@ -31,7 +31,7 @@ TABLES = {
 
 
 @pytest.mark.parametrize("kind", TABLES)
-def test_a_model_with_a_table_of_its_own_is_named_and_may_have_transformers_choice(kind):
+def test_a_model_with_its_own_attention_table_is_named_and_may_fall_back(kind):
     register(backend="reference")
     config = getattr(transformers, kind)(**TABLES[kind])
     with pytest.raises(InputError, match=r"takes its attention from \w+ATTENTION_CLASSES, .* within .*replaced\(\)"):
@@ -44,7 +44,7 @@ def test_a_model_with_a_table_of_its_own_is_named_and_may_have_transformers_choi
     transformers.AutoModel.from_config(copy.deepcopy(config), attn_implementation="eager")
 
 
-def test_a_part_that_names_another_attention_may_have_a_table():
+def test_a_submodel_with_another_attention_may_have_its_own_table():
     calls = register(backend="reference")
     config = transformers.SamConfig(**TABLES["SamConfig"])
     parts = {"": "attnbench", "vision_config": "sdpa", "mask_decoder_config": "attnbench"}
@@ -54,7 +54,7 @@ def test_a_part_that_names_another_attention_may_have_a_table():
     assert calls.served > 0
 
 
-def test_a_model_that_computes_attention_itself_is_named_and_has_masks_of_its_own():
+def test_a_model_that_computes_attention_itself_is_named_and_keeps_its_masks():
     """Its scores would have a mask of booleans added to them, which hides nothing."""
     calls = register(backend="reference")
     config = transformers.RemBertConfig(vocab_size=TOKENS, input_embedding_size=32, **SMALL)
@@ -72,7 +72,7 @@ def test_a_model_that_computes_attention_itself_is_named_and_has_masks_of_its_ow
     assert calls.served == 0
 
 
-def test_a_window_of_no_keys_is_none_to_layers_that_see_all():
+def test_a_window_of_zero_means_no_window_for_full_attention_layers():
     calls = register(backend="reference")
     experts = {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
@@ -86,7 +86,7 @@ def test_a_window_of_no_keys_is_none_to_layers_that_see_all():
 
 
 @pytest.mark.parametrize(("kind", "length"), [("MistralConfig", 12), ("Gemma3TextConfig", 12), ("MistralConfig", 20)])
-def test_a_window_beside_a_static_cache_is_handed_on_where_it_is_not_served(kind, length):
+def test_an_unsupported_window_with_a_static_cache_falls_back(kind, length):
     """``generate`` makes the masks before the forward, and makes them contiguous."""
     calls = register(backend="reference", otherwise="sdpa")
     model, ours = decoders(kind, WINDOWED)
@@ -97,7 +97,7 @@ def test_a_window_beside_a_static_cache_is_handed_on_where_it_is_not_served(kind
     assert (calls.served > 0) == (length >= 16)  # a prompt that fills the window is served
 
 
-def test_a_softcap_is_handed_on_to_the_models_eager_attention():
+def test_an_unsupported_softcap_falls_back_to_eager_attention():
     calls = register(backend="reference", otherwise="sdpa")
     model, ours = decoders("Gemma2Config", SOFTCAPPED, "eager")
     x, blocks = tokens(length=12), torch.ones(2, 1, 12, 12, dtype=torch.bool).tril()
@@ -114,7 +114,7 @@ def test_a_softcap_is_handed_on_to_the_models_eager_attention():
     assert error(dropped, ours(x).logits) < 1e-5
 
 
-def test_a_layers_mask_is_the_tensor_to_whoever_takes_it_so():
+def test_a_layer_mask_behaves_as_its_mask_tensor():
     from attnbench.integrations.transformers_mask import LayerMask
 
     mask = LayerMask(1, 0, "bottom-right", 2, 3, 5, torch.device("cpu"))

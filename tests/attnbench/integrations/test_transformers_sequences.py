@@ -66,7 +66,7 @@ BATCHES = {
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("model", MODELS)
-def test_logits_and_gradients_are_those_of_transformers_and_of_each_sequence_alone(calls, model, batch):
+def test_logits_and_gradients_agree_with_transformers_and_each_sequence_alone(calls, model, batch):
     model, ours = decoders(*MODELS[model])
     named, real = BATCHES[batch]()
     known = {name: each for name, each in named.items() if name not in LENGTHS_NAMED}
@@ -81,7 +81,7 @@ def test_logits_and_gradients_are_those_of_transformers_and_of_each_sequence_alo
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("named", [{"position_ids"}, LENGTHS_NAMED, {"cu_seq_lens_q"}])
-def test_lengths_or_positions_alone_divide_a_batch_beside_a_fresh_cache_too(calls, named, dtype):
+def test_lengths_or_positions_alone_divide_a_batch_even_with_an_empty_cache(calls, named, dtype):
     """A model makes a cache unless it is told not to.  Positions that do not start anew leave rotations to differ."""
     model, ours = decoders("MistralConfig", {**WINDOWED, **SMALL_WINDOW})
     wanted = step(model, **packed("position_ids", use_cache=False))
@@ -97,7 +97,7 @@ def test_lengths_or_positions_alone_divide_a_batch_beside_a_fresh_cache_too(call
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("model", ["Llama", "Gemma3"])
-def test_places_are_found_once_a_batch_and_kind_of_layer(calls, model, side, monkeypatch):
+def test_sequence_offsets_are_computed_once_per_batch_and_kind_of_layer(calls, model, side, monkeypatch):
     made, given = [], []
     make, attend = Sequences.of_padded, Calls.attend
     monkeypatch.setattr(Sequences, "of_padded", lambda *args: made.append(args) or make(*args))
@@ -114,7 +114,7 @@ def test_places_are_found_once_a_batch_and_kind_of_layer(calls, model, side, mon
     assert len({id(each) for each in given}) == len(made)
 
 
-def test_lengths_of_another_type_are_converted_once_for_all_layers_and_anew_when_they_change(calls, monkeypatch):
+def test_lengths_of_another_dtype_are_converted_once_until_they_change(calls, monkeypatch):
     given, attend = [], Calls.attend
     monkeypatch.setattr(
         Calls, "attend", lambda *args, **named: given.append(named["cu_seqlens_q"]) or attend(*args, **named)
@@ -138,7 +138,7 @@ def test_lengths_of_another_type_are_converted_once_for_all_layers_and_anew_when
             assert error(found, model(x, position_ids=positions, use_cache=False).logits) < 1e-5
 
 
-def test_a_layer_of_other_rows_is_not_given_these_sequences(calls):
+def test_a_layer_with_another_batch_size_does_not_use_these_sequences(calls):
     """As torch does, a mask of one row is shared by all; packed rows of such a layer are not as many."""
     _, ours = decoders("LlamaConfig", DECODER)
     embedded = torch.zeros(1, 20, 64)
@@ -155,7 +155,7 @@ def test_a_layer_of_other_rows_is_not_given_these_sequences(calls):
     assert error(found[:, 11:], wanted[:, 11:]) < 1e-6
 
 
-def test_sequences_move_to_another_device():
+def test_sequences_can_be_moved_to_another_device():
     """As accelerate moves what a layer on another device is given."""
     register(backend="reference")
     _, ours = decoders("LlamaConfig", DECODER)
@@ -174,7 +174,7 @@ def causal_mask(config, embedded, attention_mask, **named):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_decoding_beside_padded_prompts(calls, model):
+def test_decoding_after_padded_prompts_agrees(calls, model):
     model, ours = decoders(*MODELS[model])
     named, _ = padded("left")
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -187,7 +187,7 @@ def test_decoding_beside_padded_prompts(calls, model):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_prompts_in_pieces_of_which_some_rows_have_only_padding(calls, side):
+def test_chunked_prompts_with_rows_of_only_padding_agree(calls, side):
     """After a piece that is padded at the right, padding lies between the keys."""
     model, ours = decoders("LlamaConfig", DECODER)
     named, real = padded(side)
@@ -209,7 +209,7 @@ def test_prompts_in_pieces_of_which_some_rows_have_only_padding(calls, side):
         assert ours(named["input_ids"][:, :4], attention_mask=nothing).logits.isfinite().all()
 
 
-def test_a_window_does_not_count_over_padding_between_tokens(calls):
+def test_padding_between_tokens_is_refused_only_with_a_window(calls):
     real = torch.ones(1, 20, dtype=torch.long)
     real[0, 8] = 0
     x = tokens(batch=1, length=20)
@@ -222,7 +222,7 @@ def test_a_window_does_not_count_over_padding_between_tokens(calls):
 
 @pytest.mark.parametrize("batch", ["left", "right", "positions", "lengths"])
 @pytest.mark.parametrize("model", ["Mistral", "Gemma2"])
-def test_sdpa_is_handed_the_same_sequences(model, batch):
+def test_the_sdpa_fallback_gets_the_same_sequences(model, batch):
     """Also lengths that it would ignore."""
     calls = register(backend="sdpa-efficient", otherwise="sdpa")
     model, ours = decoders(*MODELS[model])
@@ -240,7 +240,7 @@ def test_sdpa_is_handed_the_same_sequences(model, batch):
     assert worst(found[1], wanted[1]) < 1e-4
 
 
-def test_what_divides_rows_in_another_way_is_refused(calls):
+def test_other_divisions_of_rows_are_refused(calls):
     x, positions = tokens(length=12), torch.arange(6).repeat(2, 2)
     chunked = {**DECODER, "attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 96}
     with pytest.raises(InputError, match="packed into one, blocks or overlays"):
@@ -259,7 +259,7 @@ def test_what_divides_rows_in_another_way_is_refused(calls):
         ours(x, position_ids=torch.arange(12)[None] * 2)  # one sequence to transformers, if there is a cache
 
 
-def test_padding_of_other_tokens_than_the_queries_is_refused_where_that_matters(calls):
+def test_padding_that_does_not_match_the_queries_is_refused_when_relevant(calls):
     from transformers.masking_utils import create_bidirectional_sliding_window_mask
 
     embedded, real = torch.zeros(3, 20, 64), padded("right")[1]

@@ -36,14 +36,14 @@ def step(forward: str, backward: str) -> tuple[torch.Tensor, ...]:
     return torch.autograd.grad(out.float().sum(), leaves)
 
 
-def test_torch_differentiates_a_plan_of_one_operator_and_no_other(differentiated: list[str]) -> None:
+def test_torch_differentiates_only_plans_of_one_operator(differentiated: list[str]) -> None:
     step("sdpa-flash:bf16", "sdpa-flash:bf16")
     assert differentiated == []
     step("sdpa-flash:bf16", "sdpa-math:bf16")
     assert differentiated == ["sdpa-flash:bf16>sdpa-math:bf16"]
 
 
-def test_under_autocast_kernels_run_by_themselves(differentiated: list[str]) -> None:
+def test_plans_use_their_own_backward_under_autocast(differentiated: list[str]) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         step("sdpa-flash:bf16", "sdpa-flash:bf16")
     assert differentiated == ["sdpa-flash:bf16>sdpa-flash:bf16"]
@@ -55,7 +55,7 @@ def test_under_autocast_kernels_run_by_themselves(differentiated: list[str]) -> 
     [Mask(), Mask(right=0), Mask(right=0, alignment="bottom-right"), Mask(left=3, right=0), Mask(left=2, right=1)],
 )
 @pytest.mark.parametrize("scale", [0.25, -0.25])
-def test_torchs_flash_operator_answers_only_for_masks_that_are_its_own(queries: int, mask: Mask, scale: float) -> None:
+def test_torchs_flash_operator_runs_only_for_masks_that_it_supports(queries: int, mask: Mask, scale: float) -> None:
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=queries, seqlen_kv=16, head_dim=16, mask=mask, scale=scale)
     generator, kernel = torch.Generator().manual_seed(0), registry().forward("sdpa-flash:bf16")
     q, k, v = (torch.randn(1, 2, size, 16, generator=generator).bfloat16() for size in (queries, 16, 16))

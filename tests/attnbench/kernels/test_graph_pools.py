@@ -64,7 +64,7 @@ PLANS = ["sdpa-flash", "emulated:fp8-hadamard>emulated:fp8-hadamard", "triton:fp
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_first_call_leaves_nothing_of_its_own_memory_behind(plan: str) -> None:
+def test_a_first_call_keeps_no_memory_of_the_callers_pool(plan: str) -> None:
     x = tensors(5 + PLANS.index(plan))  # of a length that no other test has asked for
     try:
         with pool():
@@ -73,7 +73,7 @@ def test_a_first_call_leaves_nothing_of_its_own_memory_behind(plan: str) -> None
         pytest.skip(str(error))
 
 
-def test_a_flex_mask_is_kept_and_not_of_the_callers_memory() -> None:
+def test_a_cached_flex_mask_is_not_in_the_callers_memory_pool() -> None:
     from attnbench.backends.flex.blocks import block_mask
 
     with Allocations() as allocations:
@@ -82,7 +82,7 @@ def test_a_flex_mask_is_kept_and_not_of_the_callers_memory() -> None:
     assert block_mask(Mask(left=7, right=0), 300, 310, CPU) is made
 
 
-def test_scales_of_earlier_steps_are_kept_without_those_steps_memory() -> None:
+def test_scale_history_does_not_keep_memory_of_earlier_steps() -> None:
     from attnbench.backends.te.history import History
 
     history = []
@@ -95,7 +95,7 @@ def test_scales_of_earlier_steps_are_kept_without_those_steps_memory() -> None:
         del bounds
 
 
-def test_on_a_gpu_it_is_made_on_a_stream_that_nothing_records_and_finished_first(
+def test_cached_tensors_are_made_on_an_unrecorded_stream_and_synchronised(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without a GPU: torch hands out four streams in turn here, of which the first is being recorded."""
@@ -132,7 +132,7 @@ def test_on_a_gpu_it_is_made_on_a_stream_that_nothing_records_and_finished_first
     assert finished == [1]
 
 
-def test_forgetting_choices_keeps_what_a_graph_may_have_recorded() -> None:
+def test_forgetting_choices_keeps_tensors_that_a_graph_may_have_recorded() -> None:
     before = hadamard(12, CPU)
     forget_choices()
     assert hadamard(12, CPU) is before

@@ -103,7 +103,7 @@ def test_the_example_computes_attention_and_its_gradients(
     assert 0 < max(errors) < registry().forward(name).declared_error
 
 
-def test_the_example_is_swept_like_any_backend(installed: Path, tmp_path: Path) -> None:
+def test_the_example_can_be_swept_like_any_backend(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "one.yaml").write_text("- {batch: 1, heads: 2, seqlen_q: 32, head_dim: 16, direction: training}\n")
     sweep = ("sweep", "--dtype", "bf16", "--preset", tmp_path / "one.yaml", "--backends", "naive", "--device", "cpu")
     done = attnbench(*sweep, "--out", tmp_path / "out", "--format", "json")
@@ -124,7 +124,7 @@ BROKEN = {
 }
 
 
-def test_a_plug_in_that_cannot_be_imported_costs_its_own_row_alone(
+def test_a_plug_in_that_cannot_be_imported_loses_only_its_own_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, (source, _) in BROKEN.items():
@@ -140,7 +140,7 @@ def test_a_plug_in_that_cannot_be_imported_costs_its_own_row_alone(
     assert "a_library_that_is_not_there" in doctor.stdout
 
 
-def test_a_plug_in_that_takes_a_name_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plug_in_with_a_duplicate_name_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = CONTRACT + "BACKEND = Backend('reference', 'not the real one', Availability, ())\n"
     plug_in(tmp_path, "impostor", "impostor_plugin", source)
     monkeypatch.syspath_prepend(tmp_path)

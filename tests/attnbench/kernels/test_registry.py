@@ -24,7 +24,7 @@ def family(name: str, *precisions: str, backward: bool = True) -> Backend:
     return fake_backend(name, *kernels, *([FakeBackward(f"{name}:{each}") for each in precisions] if backward else []))
 
 
-def test_reasons_tell_unavailable_from_refused():
+def test_reasons_distinguish_unavailable_from_refused():
     only_64 = Capabilities(dtypes=("bf16",), head_dims=(64, 64, 1))
     known = fake_registry(
         fake_backend("gone", FakeForward("gone:bf16"), reason="not installed"),
@@ -41,7 +41,7 @@ def test_reasons_tell_unavailable_from_refused():
     assert known.reasons(Plan("here:bf16", "back:bf16"), spec(direction="training"), CPU) == ("ok", [])
 
 
-def test_a_backward_that_cannot_follow_says_so():
+def test_a_backward_that_cannot_follow_a_forward_gives_a_reason():
     silent = FakeForward("silent:bf16", row=Capabilities(dtypes=DTYPES, lse=False))
     known = fake_registry(
         fake_backend("silent", silent),
@@ -54,7 +54,7 @@ def test_a_backward_that_cannot_follow_says_so():
     assert "follows only own:bf16" in known.reasons(Plan("silent:bf16", "own:bf16"), training, CPU)[1][0]
 
 
-def test_a_backward_follows_whatever_leaves_what_it_reads():
+def test_a_backward_follows_every_forward_that_saves_what_it_reads():
     known = fake_registry(
         fake_backend("a", FakeForward("a:fp8", leaves="int8 rows"), FakeForward("a:bf16")),
         fake_backend("b", FakeForward("b:fp8", leaves="e4m3")),
@@ -73,7 +73,7 @@ def test_a_backward_follows_whatever_leaves_what_it_reads():
     assert {Plan("a:bf16", "own:fp8"), Plan("a:fp8", "own:int8")} <= set(known.plans(training))
 
 
-def test_a_plan_grows_as_the_worst_of_its_8_bit_kernels_that_all_must_say():
+def test_a_plans_error_growth_is_the_largest_of_its_8_bit_kernels_and_none_if_any_is_undeclared():
     steady, growing = FakeForward("a:fp8", error_growth=1.0), FakeForward("a:int8", error_growth=1.5)
     known = fake_registry(fake_backend("a", steady, growing, FakeForward("a:fp8-x"), FakeForward("a:bf16")),
                           fake_backend("b", FakeBackward("b:fp8"), FakeBackward("b:bf16")))  # fmt: skip
@@ -106,7 +106,7 @@ def test_a_plan_grows_as_the_worst_of_its_8_bit_kernels_that_all_must_say():
         ({"dtypes": DTYPES, "descales": ("head",)}, {"dtype": "e4m3", "descale": "token"}, "descales per head"),
     ],
 )
-def test_each_limit_of_a_row_is_one_sentence_and_only_where_it_binds(row, change, word):
+def test_each_limit_of_a_capability_row_gives_one_reason_only_when_exceeded(row, change, word):
     if "mask" in change:
         change = {**change, "mask": Mask(*change["mask"])}
     limited = Capabilities(**{"dtypes": ("bf16",), **row})
@@ -117,7 +117,7 @@ def test_each_limit_of_a_row_is_one_sentence_and_only_where_it_binds(row, change
         assert limited.refusals(spec(), H200) == ([] if "bf16" in limited.dtypes else limited.refusals(spec(), H200))
 
 
-def test_a_row_reads_every_field_of_a_spec():
+def test_a_capability_row_reads_every_field_of_a_spec():
     """A field that no row reads would be served, and left out, by every kernel that does not know of it."""
     read = set()
 
@@ -143,6 +143,6 @@ def test_two_backends_of_one_name_and_foreign_kernels_are_errors():
 @pytest.mark.parametrize(
     "text", ["", "fa3", "fa3:", ":fp8", "fa3:fp8>", "fa3:fp8>fa4", "fa3:fp8>fa4:bf16>x:y", "FA3:fp8", "a b:c"]
 )
-def test_texts_that_are_no_plan(text):
+def test_invalid_plan_texts_are_refused(text):
     with pytest.raises(UnknownBackendError):
         Plan.parse(text)

@@ -41,7 +41,7 @@ numbers = st.sampled_from([-torch.inf, -30.0, -1.0, 0.0, 2.0, 40.0])
     st.sampled_from([Mask(), Mask(right=0), Mask(2, 0, "bottom-right")]), st.data(),
     st.sampled_from(["reference:fp32>reference:fp32", "sdpa-flash:fp32>sdpa-flash:fp32"]), st.integers(0, 9),
 )  # fmt: skip
-def test_out_lse_and_gradients_are_those_of_one_more_column(batch, heads, queries, keys, mask, data, plan, seed):
+def test_out_lse_and_gradients_agree_with_an_extra_score_column(batch, heads, queries, keys, mask, data, plan, seed):
     random = torch.Generator().manual_seed(seed)
     shapes = ((batch, heads[0], queries, 4), (batch, heads[1], keys, 4), (batch, heads[1], keys, 4))
     given = [torch.randn(shape, generator=random).requires_grad_() for shape in shapes]
@@ -71,7 +71,7 @@ def drawn(heads: int = 4, kv_heads: int = 2, dtype: torch.dtype = torch.float32)
     return [torch.randn(shape, generator=random).to(dtype) for shape in shapes]
 
 
-def test_a_sink_alone_has_a_gradient_and_inputs_stay_as_they_are():
+def test_sinks_alone_may_require_a_gradient_and_inputs_are_unchanged():
     q, k, v, sinks = drawn()
     before = [x.clone() for x in (q, k, v, sinks)]
     sinks.requires_grad_()
@@ -82,7 +82,7 @@ def test_a_sink_alone_has_a_gradient_and_inputs_stay_as_they_are():
     assert all(torch.equal(x, y) for x, y in zip((q, k, v, sinks), before, strict=True))
 
 
-def test_a_packed_batch_has_the_sinks_of_each_sequence_alone():
+def test_sinks_apply_to_each_sequence_of_a_packed_batch():
     q, k, v, sinks = drawn()
     cu = torch.tensor([0, 5, 12], dtype=torch.int32)
     packed = (x[0].transpose(0, 1) for x in (q, k, v))
@@ -104,12 +104,12 @@ def test_a_packed_batch_has_the_sinks_of_each_sequence_alone():
         (0.5, "must be a torch.Tensor"),
     ],
 )
-def test_what_are_no_sinks_is_refused(sinks, said):
+def test_invalid_sinks_are_refused(sinks, said):
     with pytest.raises(InputError, match=said):
         attention(*drawn()[:3], sinks=sinks)
 
 
-def test_padded_rows_and_compiled_code_are_refused_in_words():
+def test_padded_rows_and_compiled_code_with_sinks_are_refused():
     q, k, v, sinks = drawn()
     with pytest.raises(InputError, match="not padded"):
         attention(q, k, v, sinks=sinks, kv_lengths=torch.tensor([7], dtype=torch.int32))
@@ -120,7 +120,7 @@ def test_padded_rows_and_compiled_code_are_refused_in_words():
     assert "sinks" in str(choice.spec)
 
 
-def test_a_spec_with_sinks_is_written_and_read_and_one_without_is_as_before():
+def test_a_spec_with_sinks_round_trips_and_one_without_is_unchanged():
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=8, head_dim=16)
     assert "sinks" not in spec.to_dict()
     sunk = spec.replace(sinks=True)
@@ -128,7 +128,7 @@ def test_a_spec_with_sinks_is_written_and_read_and_one_without_is_as_before():
     assert str(sunk) != str(spec)
 
 
-def test_a_guard_sees_no_fault_in_sinks():
+def test_a_guard_finds_no_breach_in_calls_with_sinks():
     q, k, v, sinks = (x.requires_grad_() for x in drawn(dtype=torch.bfloat16))
     with guard(every=1) as seen:
         attention(q, k, v, is_causal=True, sinks=sinks, backend="sdpa-flash").sum().backward()

@@ -28,7 +28,7 @@ def compiled(function):
 
 
 @given(st.tuples(*[st.sampled_from(TYPES)] * 3), st.sampled_from(TYPES[1:3]), st.booleans(), st.booleans())
-def test_it_casts_as_torch_does(dtypes, to, enabled, nested) -> None:
+def test_autocast_casts_as_torch_does(dtypes, to, enabled, nested) -> None:
     x = tensors(*dtypes)
     with torch.autocast("cpu", dtype=to), torch.autocast("cpu", dtype=to, enabled=enabled or not nested):
         try:
@@ -62,7 +62,7 @@ def test_compiled_code_casts_as_eager_code_does(inside: bool) -> None:
     assert all(torch.equal(one, two) for one, two in zip(found, wanted, strict=True))
 
 
-def test_compiled_code_is_compiled_anew_where_autocast_has_changed() -> None:
+def test_compiled_code_is_recompiled_when_autocast_changes() -> None:
     x = tensors(torch.float32, torch.float32, torch.float32)
     torch._dynamo.reset()
     function = compiled(lambda *x: attention(*x))

@@ -69,7 +69,7 @@ def test_numbers_too_small_for_a_scale_do_not_become_nan(granularity, format, ex
     assert ((got - x.double()).abs() <= x.double().abs() * 2.0 ** -(MANTISSA[format] + 1) + 2e-38).all()
 
 
-def test_hadamard_signs_are_mixed_and_a_size_of_nothing_is_an_error():
+def test_hadamard_rows_mix_signs_and_size_zero_is_an_error():
     assert 32 < (hadamard(128)[:, 0] > 0).sum() < 96
     with pytest.raises(InputError, match="positive"):
         hadamard(0)
@@ -96,9 +96,7 @@ def rows(kind, shape, seed):
     smoothing=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_a_rotated_heads_or_tensors_scale_is_a_bound_and_others_the_magnitude(
-    granularity, format, kind, shape, smoothing, seed
-):
+def test_rotated_head_and_tensor_scales_are_bounds_and_others_exact(granularity, format, kind, shape, smoothing, seed):
     x = rows(kind, shape, seed)
     got = quantise(x, Recipe(granularity, format, "hadamard", smoothing), rotate=True, smooth=True)
     moved = x.double() - (0.0 if got.mean is None else got.mean.double())
@@ -125,7 +123,7 @@ def test_an_unknown_granularity_is_an_error():
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_it_divides_by_tensors_on_the_tensors_device(granularity, format):
+def test_quantisation_divides_by_tensors_on_the_same_device(granularity, format):
     """By a number, or by a tensor of one element on the CPU, CUDA multiplies with a rounded reciprocal.
 
     Nor may anything be copied from the host, which a graph's capture forbids: a number becomes a tensor by filling.
@@ -150,14 +148,14 @@ def test_it_divides_by_tensors_on_the_tensors_device(granularity, format):
     assert got.descale[:, :1].max() == amax.to(torch.float32)
 
 
-def test_a_number_for_a_scale_divides_16_bits_without_rounding_in_between():
+def test_a_scalar_scale_divides_16_bit_tensors_without_intermediate_rounding():
     x = torch.arange(1, 4000, dtype=torch.float32).to(torch.bfloat16) * 0.01
     for divisor in (3.0, 0.7, torch.tensor(3.0)):
         wanted = (x.float() / divisor).to(torch.float8_e4m3fn)
         assert torch.equal(quantise_with(x, divisor, "e4m3").view(torch.uint8), wanted.view(torch.uint8))
 
 
-def test_the_rotation_is_nobodys_mode_or_default():
+def test_the_cached_rotation_is_independent_of_inference_mode_and_default_dtype():
     """It is kept for all: the first caller's inference mode and default dtype are none of the second's business."""
     with torch.inference_mode():
         hadamard(88)

@@ -32,7 +32,7 @@ def starts(*places: int) -> torch.Tensor:
     return torch.tensor(places, dtype=torch.int32)
 
 
-def test_a_spec_with_lengths_survives_its_texts_and_no_two_read_alike() -> None:
+def test_specs_with_lengths_round_trip_and_have_distinct_texts() -> None:
     specs = [SPEC, *(SPEC.replace(lengths=kind) for kind in KINDS)]
     assert len({str(spec) for spec in specs}) == len(specs)
     for spec in specs:
@@ -53,13 +53,13 @@ def test_a_spec_with_lengths_survives_its_texts_and_no_two_read_alike() -> None:
         (3, "must be an object"),
     ],
 )
-def test_what_describes_no_lengths_is_refused(data: object, said: str) -> None:
+def test_invalid_lengths_data_is_refused(data: object, said: str) -> None:
     with pytest.raises(InputError, match=said):
         AttentionSpec.from_dict({**SPEC.to_dict(), "lengths": data})
 
 
 @given(st.integers(1, 2**31))
-def test_buckets_are_ordered_and_two_a_doubling(count: int) -> None:
+def test_buckets_are_ordered_with_two_per_doubling(count: int) -> None:
     assert count <= bucket(count) <= max(1.5 * count, count + 1)
     assert bucket(bucket(count)) == bucket(count) <= bucket(count + 1)
 
@@ -69,7 +69,7 @@ def test_buckets_are_ordered_and_two_a_doubling(count: int) -> None:
     st.integers(1, 9), st.integers(1, 9), st.one_of(st.none(), st.integers(0, 9)),
     st.one_of(st.none(), st.integers(0, 9)), st.sampled_from(["top-left", "bottom-right"]),
 )  # fmt: skip
-def test_a_shortened_mask_is_the_same_mask_of_every_shorter_sequence(
+def test_a_shortened_mask_equals_the_mask_of_every_shorter_sequence(
     longest_q: int, longest_kv: int, left: int | None, right: int | None, alignment: str
 ) -> None:
     mask = Mask(left, right, alignment)  # type: ignore[arg-type]
@@ -81,7 +81,7 @@ def test_a_shortened_mask_is_the_same_mask_of_every_shorter_sequence(
                 assert one == other or (one[0] == one[1] and other[0] == other[1])
 
 
-def test_the_longest_is_read_once_and_again_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_longest_length_is_read_once_until_the_lengths_change(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnbench.problem.lengths._readable", lambda _: False)  # as on a GPU
     q = torch.zeros(1, 1, 9, 4)
     places = starts(0, 2, 9)
@@ -116,7 +116,7 @@ Q = torch.zeros(1, 1, 9, 4)
         (starts(0, 9), None, 2.0, "whole number"),
     ],
 )
-def test_wrong_cumulative_lengths_are_named(given_q: object, given_kv: object, longest: object, said: str) -> None:
+def test_invalid_cumulative_lengths_are_named(given_q: object, given_kv: object, longest: object, said: str) -> None:
     with pytest.raises(InputError, match=said):
         packed(Q, Q, given_q, given_q if given_kv is None else given_kv, longest, None)  # type: ignore[arg-type]
 
@@ -131,6 +131,6 @@ def test_wrong_cumulative_lengths_are_named(given_q: object, given_kv: object, l
         (starts(1), "middle", "padding_side"),
     ],
 )
-def test_wrong_lengths_of_rows_are_named(lengths: torch.Tensor, side: str, said: str) -> None:
+def test_invalid_row_lengths_are_named(lengths: torch.Tensor, side: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
         padded(Q, Q, None, lengths, side)

@@ -18,7 +18,7 @@ lengths = st.integers(1, 40)
 
 
 @given(masks(), lengths, lengths)
-def test_span_hidden_keys_area_and_empty_rows_are_what_counting_says(mask, seqlen_q, seqlen_kv):
+def test_span_hidden_keys_area_and_empty_rows_agree_with_counting(mask, seqlen_q, seqlen_kv):
     spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, head_dim=8, mask=mask)
     sees = visible(spec)
     for mask_ in (mask, spec.mask):
@@ -33,7 +33,7 @@ def test_span_hidden_keys_area_and_empty_rows_are_what_counting_says(mask, seqle
 
 
 @given(masks(), lengths, lengths)
-def test_canonical_masks_see_the_same_and_are_spelt_once(mask, seqlen_q, seqlen_kv):
+def test_canonical_masks_are_equivalent_and_unique(mask, seqlen_q, seqlen_kv):
     once = mask.canonical(seqlen_q, seqlen_kv)
     assert once.canonical(seqlen_q, seqlen_kv) == once
     specs = [
@@ -47,14 +47,14 @@ def test_canonical_masks_see_the_same_and_are_spelt_once(mask, seqlen_q, seqlen_
 
 
 @given(problems())
-def test_a_spec_survives_json_and_its_name_tells_specs_apart(problem):
+def test_specs_round_trip_through_json_and_have_distinct_names(problem):
     spec = problem.spec
     assert AttentionSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
     for change in ({"batch": spec.batch + 1}, {"direction": "forward"}, {"scale": 0.77}, {"seqlen_kv": 71}):
         assert str(spec.replace(**change)) != str(spec)
 
 
-def test_what_is_pickled_of_a_spec_is_its_fields():
+def test_a_pickled_spec_contains_only_its_fields():
     """Its hash is kept, and strings hash otherwise in another process."""
     spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=8, head_dim=8)
     assert hash(spec) == hash(spec.replace(batch=1)) != hash(spec.replace(batch=2))

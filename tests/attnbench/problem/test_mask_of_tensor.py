@@ -37,7 +37,7 @@ def added(seen: torch.Tensor, hidden: float, dtype: torch.dtype) -> torch.Tensor
     st.sampled_from((None, -torch.inf, "least", -1e9)),
     st.integers(1, 30),
 )
-def test_every_mask_is_found_again(left, right, alignment, seqlen_q, seqlen_kv, hidden, chunk):
+def test_every_mask_is_recognised_from_its_tensor(left, right, alignment, seqlen_q, seqlen_kv, hidden, chunk):
     mask = Mask(left, right, alignment)
     assume(not mask.has_empty_rows(seqlen_q, seqlen_kv))
     seen = visible(mask, seqlen_q, seqlen_kv)
@@ -53,7 +53,7 @@ def test_every_mask_is_found_again(left, right, alignment, seqlen_q, seqlen_kv, 
 
 
 @given(SIDES, SIDES, st.integers(2, 9), st.integers(2, 9), st.data())
-def test_one_place_that_differs_makes_it_another_mask_or_none(left, right, seqlen_q, seqlen_kv, data):
+def test_a_tensor_with_one_changed_entry_is_another_mask_or_none(left, right, seqlen_q, seqlen_kv, data):
     mask = Mask(left, right)
     assume(not mask.has_empty_rows(seqlen_q, seqlen_kv))
     tensor = visible(mask, seqlen_q, seqlen_kv).repeat(2, 2, 1, 1)
@@ -62,7 +62,7 @@ def test_one_place_that_differs_makes_it_another_mask_or_none(left, right, seqle
     assert mask_of_tensor(tensor, seqlen_q, seqlen_kv) is None  # the other heads still have the first mask
 
 
-def test_a_cache_that_is_not_full_is_a_window_and_all_keys_are_no_mask():
+def test_a_partly_filled_cache_is_a_window_and_all_keys_are_no_mask():
     seen = torch.arange(32) < 7
     assert mask_of_tensor(seen, 1, 32) == Mask(right=6)
     assert mask_of_tensor(torch.ones(1, 1, 1, 1, dtype=torch.bool), 4, 8) == Mask()
@@ -87,5 +87,5 @@ CAUSAL = torch.ones(4, 4, dtype=torch.bool).tril()
         torch.ones(2, 3, 0, 4),
     ],
 )
-def test_what_is_no_mask_of_ours(tensor):
+def test_unsupported_mask_tensors_are_not_recognised(tensor):
     assert mask_of_tensor(tensor, *tensor.shape[-2:]) is None

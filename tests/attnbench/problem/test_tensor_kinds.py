@@ -40,7 +40,7 @@ REFUSED: dict[str, tuple[Callable[[], Tensor], str]] = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("place", [0, 2])
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_read_is_refused_whatever_was_answered_before(name: str, place: int) -> None:
+def test_unreadable_tensors_are_refused_even_after_a_cached_choice(name: str, place: int) -> None:
     make, words = REFUSED[name]
     x = tensors()
     attention(*x)  # of the same shape and dtype
@@ -56,7 +56,7 @@ class Named(Tensor):
     """A subclass that torch hands through all its functions."""
 
 
-def test_a_subclass_stays_one_and_a_parameter_is_a_tensor() -> None:
+def test_a_subclass_is_preserved_and_a_parameter_gives_a_tensor() -> None:
     x = tensors()
     out = attention(*(each.as_subclass(Named) for each in x))
     assert type(out) is Named
@@ -64,7 +64,7 @@ def test_a_subclass_stays_one_and_a_parameter_is_a_tensor() -> None:
     assert type(attention(*map(torch.nn.Parameter, x))) is Tensor
 
 
-def test_a_subclass_that_answers_operators_answers_this_one() -> None:
+def test_a_subclass_that_overrides_operators_overrides_this_one() -> None:
     x, y = tensors(), [each * 2 for each in tensors()]
     out = attention(*map(TwoTensor, x, y))
     assert torch.equal(out.a, attention(*x))

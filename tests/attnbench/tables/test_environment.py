@@ -34,7 +34,7 @@ ONE, TWO = "00000000-aaaa-bbbb-cccc-000000000001", "00000000-aaaa-bbbb-cccc-0000
 
 
 @pytest.mark.parametrize("fault", ["no library", "no driver", "another GPU", "no answer"])
-def test_what_nvml_does_not_tell_is_none(monkeypatch, fault):
+def test_facts_missing_from_nvml_are_none(monkeypatch, fault):
     failing = dict.fromkeys(["highest", "cap"], fake_nvml.NOT_SUPPORTED)
     board = fake_nvml.Board(f"GPU-{TWO if fault == 'another GPU' else ONE}", failing=failing)
     fake_nvml.install(monkeypatch, board, start="Driver Not Loaded" if fault == "no driver" else None)
@@ -77,7 +77,7 @@ def commit_at(monkeypatch, module: Path) -> str | None:
     return own_commit()
 
 
-def test_the_commit_is_that_of_the_checkout_and_says_where_it_differs(monkeypatch, tmp_path):
+def test_the_commit_is_the_checkouts_and_marks_local_changes(monkeypatch, tmp_path):
     clean, untracked, changed = (checkout(tmp_path / name) for name in ("clean", "untracked", "changed"))
     (untracked.parent / "results.jsonl").write_text("{}\n")
     changed.write_text("something else\n")
@@ -90,7 +90,7 @@ def test_the_commit_is_that_of_the_checkout_and_says_where_it_differs(monkeypatc
     assert Environment.detect(torch.device("cpu"), Registry(())).commit == own_commit()
 
 
-def test_no_repository_but_attnbench_is_asked(monkeypatch, tmp_path):
+def test_only_attnbenchs_own_repository_is_read(monkeypatch, tmp_path):
     other = checkout(tmp_path / "other", '[project]\nname = "theirs"\n')
     installed = other.parents[2] / "site-packages" / "attnbench" / "tables" / "environment.py"
     installed.parent.mkdir(parents=True)
@@ -159,7 +159,7 @@ def test_any_value_is_an_environment_or_an_input_error(name, value):
         {**GPU.to_dict(), "memory_bytes": 2**60},
     ],
 )
-def test_nonsense_is_refused(wrong):
+def test_invalid_fields_are_refused(wrong):
     with pytest.raises(InputError):
         Environment.from_dict(wrong)
 
@@ -169,7 +169,7 @@ def refusing(*arguments: object) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "GPU-", "MIG-"])
-def test_a_mig_instance_and_a_gpu_are_told_apart_by_their_prefix(monkeypatch, prefix):
+def test_a_mig_instance_and_a_gpu_are_distinguished_by_their_prefix(monkeypatch, prefix):
     fake_nvml.install(monkeypatch, fake_nvml.Board(f"MIG-{ONE}"))
     with Nvml() as nvml:
         assert (nvml.gpu(prefix + ONE) is None) == (prefix == "GPU-")
@@ -178,7 +178,7 @@ def test_a_mig_instance_and_a_gpu_are_told_apart_by_their_prefix(monkeypatch, pr
 
 
 @pytest.mark.parametrize("query", ["nvmlSystemGetDriverVersion", "nvmlDeviceGetName", "nvmlShutdown"])
-def test_a_query_that_is_refused_is_a_reason(monkeypatch, query):
+def test_a_refused_nvml_query_gives_a_reason(monkeypatch, query):
     fake_nvml.install(monkeypatch, fake_nvml.Board(f"GPU-{ONE}"))
     monkeypatch.setattr(f"pynvml.{query}", refusing)
     with Nvml() as nvml:
@@ -187,7 +187,7 @@ def test_a_query_that_is_refused_is_a_reason(monkeypatch, query):
     assert "Insufficient Permissions" in (nvml.reason or "")
 
 
-def test_a_fact_that_nvml_has_no_value_for_is_a_silence_and_no_number(monkeypatch):
+def test_a_value_that_nvml_marks_unavailable_is_none_with_a_reason(monkeypatch):
     fake_nvml.install(monkeypatch, fake_nvml.Board(f"GPU-{ONE}", milliwatts=2**32 - 1, cap=2**32 - 1))
     with Nvml() as nvml:
         gpu = nvml.gpu(ONE)

@@ -75,7 +75,7 @@ def warned(*, of: int = 1) -> str:
 # --- which are used, and in which order ---
 
 
-def test_a_table_of_this_device_comes_after_the_user_s_and_before_the_shipped(folder, shipped):
+def test_folder_tables_rank_after_the_users_and_before_the_shipped(folder, shipped):
     one, two, three = (SPEC.replace(batch=batch) for batch in (1, 2, 3))
     both = [table(1.0, 2.0, spec=spec).entries for spec in (one, two)]
     Table(H100, {**both[0], **both[1]}).save(folder / "mine.json")
@@ -90,7 +90,7 @@ def test_a_table_of_this_device_comes_after_the_user_s_and_before_the_shipped(fo
     assert [each.scaled_from for each in known_tables(GPU).tables] == [None, None, None]
 
 
-def test_another_gpu_s_is_scaled_where_it_can_be_and_ignored_where_not(folder):
+def test_another_gpus_table_is_scaled_if_possible_and_ignored_otherwise(folder):
     table(1.0, environment=replace(H200, device_name="NVIDIA B200", capability="10.0")).save(folder / "a.json")
     table(2.0, environment=an_environment()).save(folder / "b.json")
     assert known_tables(GPU).tables == ()
@@ -102,7 +102,7 @@ def test_another_gpu_s_is_scaled_where_it_can_be_and_ignored_where_not(folder):
     assert known_tables(GPU).note is None
 
 
-def test_all_tables_are_read_as_on_the_host_of_the_first_that_knows_its_speed(folder, shipped):
+def test_all_tables_are_converted_to_the_first_known_host_speed(folder, shipped):
     def save(path, launch_ms, **more):
         entries = [replace(each, host_ms=9.0, device_ms=1.0) for each in table(9.0, **more).entries.values()]
         Table.from_entries(more.get("environment", H100), entries, launch_ms).save(path)
@@ -115,7 +115,7 @@ def test_all_tables_are_read_as_on_the_host_of_the_first_that_knows_its_speed(fo
     assert [entry.time_ms for each in tables for entry in each.entries.values()] == [9.0, 9.0, pytest.approx(3.0)]
 
 
-def test_what_is_of_this_gpu_comes_before_what_is_scaled(folder, shipped):
+def test_tables_of_this_gpu_rank_before_scaled_ones(folder, shipped):
     table(1.0, 1.0, environment=H200).save(folder / "a.json")
     table(2.0).save(folder / "b.json")
     table(3.0, 3.0, environment=H200).save(shipped / "nvidia-h200.json")
@@ -152,7 +152,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_what_is_no_table_is_named_in_one_warning_and_costs_itself_alone(kind, folder):
+def test_an_invalid_table_is_named_in_one_warning_and_others_are_used(kind, folder):
     table(1.0).save(folder / "good.json")
     HOSTILE[kind](folder / "bad.json")
     found: list[str] = []
@@ -165,7 +165,7 @@ def test_what_is_no_table_is_named_in_one_warning_and_costs_itself_alone(kind, f
     assert times() == {"fast:bf16": 1.0}
 
 
-def test_what_is_hidden_or_no_json_or_deeper_is_not_looked_at(folder):
+def test_hidden_nested_and_non_json_files_are_ignored(folder):
     table(1.0).save(folder / "good.json")
     for name in (".draft.json", "x.lock", "README.md", "json"):
         (folder / name).write_text("{")
@@ -175,7 +175,7 @@ def test_what_is_hidden_or_no_json_or_deeper_is_not_looked_at(folder):
 
 
 @pytest.mark.parametrize("place", ["nowhere", "a-file", "zero\0byte"])
-def test_a_folder_that_cannot_be_read_costs_itself_alone(place, folder, monkeypatch, tmp_path):
+def test_an_unreadable_folder_is_skipped_and_others_are_used(place, folder, monkeypatch, tmp_path):
     table(1.0).save(folder / "good.json")
     (tmp_path / "a-file").write_text("x")
     value = f"{tmp_path / place}{os.pathsep}{folder}"
@@ -187,7 +187,7 @@ def test_a_folder_that_cannot_be_read_costs_itself_alone(place, folder, monkeypa
 # --- how much is read ---
 
 
-def test_the_number_of_files_counts_over_all_folders(folder, monkeypatch, tmp_path):
+def test_the_file_limit_applies_to_all_folders_together(folder, monkeypatch, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     for number in range(4):
@@ -201,7 +201,7 @@ def test_the_number_of_files_counts_over_all_folders(folder, monkeypatch, tmp_pa
     assert f"in {other} are not used: 0.json and those after it" in warned(of=4)
 
 
-def test_no_more_than_so_many_bytes_are_read(folder, monkeypatch):
+def test_the_number_of_bytes_read_is_limited(folder, monkeypatch):
     for number in range(4):
         table(1.0).save(folder / f"{number}.json")
     monkeypatch.setattr(folders, "_MOST_BYTES", 2 * (folder / "0.json").stat().st_size)

@@ -63,7 +63,7 @@ def test_the_factor_lies_between_the_ratios_of_the_rates(call, launch, source, t
 
 
 @pytest.mark.parametrize(("host_ms", "device_ms"), [(9.0, 4.0), (0.1, 9.0)])
-def test_of_a_call_only_the_devices_part_is_scaled(host_ms, device_ms):
+def test_only_the_device_part_of_a_call_is_scaled(host_ms, device_ms):
     given = table(9.0, host_ms=host_ms, device_ms=device_ms)
     (moved,) = scaled(given, replace(H100, power_cap_w=350)).entries.values()
     alone = scaled(table(device_ms), replace(H100, power_cap_w=350))
@@ -73,7 +73,7 @@ def test_of_a_call_only_the_devices_part_is_scaled(host_ms, device_ms):
     assert moved.time_ms == max(host_ms, moved.device_ms)
 
 
-def test_the_device_s_part_is_scaled_however_long_the_host_made_the_shortest_call():
+def test_the_device_part_is_scaled_for_any_host_time_of_the_shortest_call():
     """What the host took is no part of what a device needs to begin."""
 
     def shortest(host_ms: float) -> float:
@@ -87,7 +87,7 @@ def test_the_device_s_part_is_scaled_however_long_the_host_made_the_shortest_cal
     assert shortest(4.0) == shortest(0.1) > 0.2
 
 
-def test_each_pass_is_scaled_by_the_rate_of_its_own_precision():
+def test_each_pass_is_scaled_by_the_peak_rate_of_its_precision():
     """To a GPU that is slower in 8 bits alone."""
     at, fast = spec(seqlen_q=65536, direction="training"), GPU_MODELS["NVIDIA H200"]
     slow = replace(fast, tflops={**fast.tflops, "fp8": fast.tflops["fp8"] / 4})
@@ -127,7 +127,7 @@ def shipped() -> Table:
 
 
 @pytest.mark.parametrize(("sizes", "fp8", "bf16"), MEASURED)
-def test_the_h200_s_table_gives_what_an_h100_took(shipped, sizes, fp8, bf16):
+def test_the_scaled_h200_table_predicts_h100_times(shipped, sizes, fp8, bf16):
     here = replace(shipped.environment, device_name="NVIDIA H100 80GB HBM3")
     at = AttentionSpec.make(**sizes, dtype="bf16")
     rates = {str(plan): at.flops / entry.time_ms / 1e9 for plan, entry in scaled(shipped, here).at(at).items()}
@@ -139,7 +139,7 @@ def test_the_h200_s_table_gives_what_an_h100_took(shipped, sizes, fp8, bf16):
 
 # flash-attention issue 1310, TFLOPS of FlashAttention-3 and cuDNN on an H20, 2,048 keys without a mask.
 @pytest.mark.parametrize(("head_dim", "fa3", "cudnn"), [(64, 120.1, 126.1), (128, 126.2, 129.1)])
-def test_the_h200_s_table_gives_what_an_h20_took(shipped, head_dim, fa3, cudnn):
+def test_the_scaled_h200_table_predicts_h20_times(shipped, head_dim, fa3, cudnn):
     here = replace(shipped.environment, device_name="NVIDIA H20", power_cap_w=400)
     at = AttentionSpec.make(batch=8, heads=2048 // head_dim, seqlen_q=2048, head_dim=head_dim)
     found = scaled(shipped, here).at(at)
@@ -147,7 +147,7 @@ def test_the_h200_s_table_gives_what_an_h20_took(shipped, head_dim, fa3, cudnn):
     assert rates == pytest.approx([fa3, cudnn], rel=0.09)
 
 
-def test_a_scaled_table_keeps_errors_and_versions_and_takes_this_gpu_s_facts():
+def test_a_scaled_table_keeps_errors_and_versions_and_has_this_gpus_facts():
     found = scaled(table(1.0, 2.0, spread_ms=0.1, errors={"normal": 0.01}), H100)
     assert (found.scaled_from, found.environment) == ("NVIDIA H200", H100)
     for entry in found.entries.values():
@@ -172,7 +172,7 @@ def test_a_scaled_table_keeps_errors_and_versions_and_takes_this_gpu_s_facts():
     ],
     ids=["same", "capability", "unknown capability", "unknown model", "generation", "cpu"],
 )
-def test_only_another_known_model_of_the_generation_is_scaled_to(here):
+def test_scaling_needs_another_known_model_of_the_same_generation(here):
     assert scaled(table(1.0), here) is None
 
 
@@ -209,7 +209,7 @@ def test_packed_and_padded_plans_are_impossible_only_below_the_fewest_operations
 
 
 @pytest.mark.parametrize("name", sorted(GPU_MODELS))
-def test_the_published_figures_belong_together(name):
+def test_the_published_peak_rates_are_consistent(name):
     model = GPU_MODELS[name]
     assert model.tflops["fp16"] == model.tflops["bf16"]
     assert model.tflops.get("fp8", 2 * model.tflops["bf16"]) == pytest.approx(2 * model.tflops["bf16"], rel=1e-3)

@@ -52,7 +52,7 @@ def test_a_table_reads_back_as_it_was_written(tmp_path_factory, found, launch_ms
 
 
 @given(st.lists(entries, max_size=4), st.lists(entries, max_size=4), st.randoms())
-def test_the_file_is_the_same_whatever_the_order(tmp_path_factory, apart, together, random):
+def test_the_file_is_the_same_for_any_order_of_entries(tmp_path_factory, apart, together, random):
     unique = {(each.spec, each.plan): each for each in [*apart, *(replace(each, spec=SPEC) for each in together)]}
     found = list(unique.values())
     folder = tmp_path_factory.mktemp("table")
@@ -67,7 +67,7 @@ def test_the_file_is_the_same_whatever_the_order(tmp_path_factory, apart, togeth
 @example(0.12000000000000001)
 @example(5e-324)
 @example(1.7976931348623157e308)
-def test_errors_are_rounded_up_and_by_little(error):
+def test_errors_are_rounded_up_by_a_small_amount(error):
     (rounded,) = one(errors={"normal": error}).shortened().errors.values()
     assert rounded >= error
     if math.isfinite(rounded):
@@ -76,7 +76,7 @@ def test_errors_are_rounded_up_and_by_little(error):
     assert one(errors={"normal": rounded}).shortened().errors == {"normal": rounded}
 
 
-def test_merging_takes_the_newer_entry_and_keeps_what_only_the_older_saw():
+def test_merging_takes_newer_entries_and_keeps_older_ones_without_a_newer():
     older = Table.from_entries(
         an_environment(backends={"a": "1", "b": "1", "c": "1"}, origins={"b": "x"}),
         [
@@ -98,7 +98,7 @@ def test_merging_takes_the_newer_entry_and_keeps_what_only_the_older_saw():
 
 
 @given(entries, st.floats(1e-5, 1e5))
-def test_an_entry_on_any_host_can_be_written(found, slower):
+def test_entries_converted_to_any_host_can_be_written(found, slower):
     moved = found.on_host(slower)
     for times in (moved.time_ms, moved.host_ms, moved.device_ms):
         assert times is None or 1e-6 <= times <= 1e9
@@ -108,7 +108,7 @@ def test_an_entry_on_any_host_can_be_written(found, slower):
 
 
 @pytest.mark.parametrize("launches", [(0.01, 0.02), (0.02, 0.01), (0.01, None), (None, 0.01)])
-def test_tables_are_merged_on_the_host_of_the_larger_that_knows_it(launches):
+def test_merged_tables_use_the_host_speed_of_the_larger_table_that_has_one(launches):
     known = {"host_ms": 2.0, "device_ms": 1.0}
     older, newer = (
         Table.from_entries(an_environment(), [one(plan, 2.0, **(known if launch else {})) for plan in plans], launch)
@@ -132,7 +132,7 @@ def test_tables_are_merged_on_the_host_of_the_larger_that_knows_it(launches):
         ({"plan": "a:fp8-token>b:bf16", "errors": {"normal": 9e-5, "outlier": 1e-9}}, "less than 8 bits"),
     ],
 )
-def test_what_cannot_be_chosen_by_says_why(more, said):
+def test_an_unusable_entry_gives_its_reason(more, said):
     entry = one(**more)
     assert not entry.usable
     assert re.search(said, entry.unusable)
@@ -197,7 +197,7 @@ def where(**change) -> dict:
         (asked(mask={"\x1b[2J" + "x" * 2000: 1}), "unexpected keyword"),
     ],
 )
-def test_what_is_no_table_is_one_named_error(tmp_path, data, words):
+def test_an_invalid_table_is_one_error_that_names_the_file(tmp_path, data, words):
     text_is_no_table(tmp_path / "table", json.dumps(data), words)
 
 
@@ -234,11 +234,11 @@ TEXT = json.dumps(good())
         (TEXT.replace('"normal"', '"nor\\u001bmal"'), "errors.nor mal.*pattern"),
     ],
 )
-def test_texts_that_are_made_to_hurt_are_named_errors(tmp_path, text, words):
+def test_hostile_texts_are_errors_that_name_the_file(tmp_path, text, words):
     text_is_no_table(tmp_path / "table", text, words)
 
 
-def test_names_that_would_steer_a_terminal_lose_what_does(tmp_path):
+def test_control_characters_in_names_are_replaced(tmp_path):
     errors = {"normal": 0.5, "inf": "inf", "0": 0, "tiny": 5e-324}
     data = good(errors=errors, reason="a\nb\u202ec", check="\x07")
     (tmp_path / "table").write_text(json.dumps(data))
@@ -247,7 +247,7 @@ def test_names_that_would_steer_a_terminal_lose_what_does(tmp_path):
     assert (entry.reason, entry.check) == ("a b c", " ")
 
 
-def test_bytes_that_are_no_text_and_files_without_end(tmp_path):
+def test_invalid_utf8_and_endless_files_are_errors(tmp_path):
     path = tmp_path / "table"
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(MalformedFileError, match="UTF-8"):
@@ -258,7 +258,7 @@ def test_bytes_that_are_no_text_and_files_without_end(tmp_path):
         Table.load(path)
 
 
-def test_a_file_that_is_changed_while_it_is_read_is_not_believed(tmp_path, monkeypatch):
+def test_a_file_changed_while_it_is_read_is_an_error(tmp_path, monkeypatch):
     path = tmp_path / "table"
     Table.from_entries(an_environment(), [one()]).save(path)
     answers, real = [], os.fstat
@@ -275,7 +275,7 @@ def test_a_file_that_is_changed_while_it_is_read_is_not_believed(tmp_path, monke
         Table.load(path)
 
 
-def test_a_table_that_nobody_would_read_again_is_not_written(tmp_path):
+def test_a_table_that_could_not_be_read_again_is_not_written(tmp_path):
     path = tmp_path / "tables" / "table.json"
     Table.from_entries(an_environment(), [one()]).save(path)
     before = path.read_bytes()

@@ -76,7 +76,7 @@ def upgraded(torch: str, local: str = "+cu130") -> dict[str, object]:
         ),
     ],
 )
-def test_another_release_takes_the_entries_of_that_backend_alone(changes, gone, said):
+def test_another_release_of_a_backend_drops_only_its_entries(changes, gone, said):
     found = binding(**changes)
     assert found.refused == ()
     assert unused(found) == gone
@@ -99,14 +99,14 @@ def test_another_release_takes_the_entries_of_that_backend_alone(changes, gone, 
         ({"driver": None, "power_cap_w": None}, []),
     ],
 )
-def test_what_matters_less_is_used_and_said(changes, said):
+def test_soft_differences_are_reported_and_entries_are_used(changes, said):
     found = binding(**changes)
     assert unused(found) == set()
     assert found.dropped == {}
     assert len(found.soft) == said if isinstance(said, int) else list(found.soft) == said
 
 
-def test_what_a_file_calls_things_cannot_steer_a_terminal():
+def test_control_characters_in_a_files_names_are_escaped():
     table = Table(replace(THERE, device_name="\x1b[2J", driver="\n"), TABLE.entries)
     assert all(sentence.isprintable() for sentence in binding(table).refused)
     table = Table(replace(THERE, driver="\n", backends={**THERE.backends, "te": "\x1b"}), TABLE.entries)
@@ -115,7 +115,7 @@ def test_what_a_file_calls_things_cannot_steer_a_terminal():
 
 
 @given(st.text(max_size=30) | st.from_regex(r"[0-9]{1,12}(\.[0-9]{1,12}){0,4}(\.?(a|b|rc|dev|post)[0-9]+)?(\+x)?"))
-def test_a_release_is_asked_of_any_text(version):
+def test_the_release_of_any_version_text_is_stable(version):
     release = release_of(version)
     assert release == version or version.lstrip("0").startswith(release.partition(".")[0].lstrip("0"))
     assert release_of(release) == release

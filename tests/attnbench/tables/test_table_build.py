@@ -43,7 +43,7 @@ def times(table: Table) -> dict[str, float | None]:
     return {str(plan): entry.time_ms for (_, plan), entry in table.entries.items()}
 
 
-def test_of_several_sweeps_the_newest_row_counts_whatever_their_order():
+def test_the_newest_row_of_several_sweeps_is_used_in_any_order():
     old = [row(call=1.0), row("slow:bf16", hours=5, call=5.0)]
     new = [row(hours=1, call=2.0), row("slow:bf16", hours=1, call=6.0)]
     for sweeps in ({"old": old, "new": new}, {"new": new, "old": old}):
@@ -60,14 +60,14 @@ def test_of_several_sweeps_the_newest_row_counts_whatever_their_order():
         ({"power_cap_w": 500}, "power_cap_w was 700, is 500"),
     ],
 )
-def test_sweeps_that_must_not_be_mixed_are_refused_with_the_reason(changes, said):
+def test_incompatible_sweeps_are_refused_with_the_reason(changes, said):
     with pytest.raises(MisuseError, match=f"one and two: .*must not be mixed.*{said}"):
         join_sweeps({"one": [row()], "two": [row(environment=replace(HERE, **changes))]})
     with pytest.raises(MisuseError, match=r"^one: .*must not be mixed"):
         join_sweeps({"one": [row(), row(environment=replace(HERE, **changes))]})
 
 
-def test_a_power_cap_and_an_origin_bind_only_where_both_know_theirs():
+def test_power_caps_and_origins_must_match_only_if_both_are_known():
     unknown = replace(HERE, power_cap_w=None, origins={})
     assert times(join_sweeps({"one": [row()], "two": [row(hours=1, call=2.0, environment=unknown)]})) == {
         "fast:bf16": 2.0
@@ -83,7 +83,7 @@ def build(*arguments: object) -> None:
     app([str(each) for each in ("build", *arguments)], standalone_mode=False)
 
 
-def test_the_command_takes_folders_and_files_and_says_what_it_wrote(tmp_path, capsys):
+def test_the_command_accepts_folders_and_files_and_names_its_output(tmp_path, capsys):
     one, two = (
         sweep_parts.part(tmp_path / "one", [row()]),
         sweep_parts.part(tmp_path / "two", [row("slow:bf16"), row("gone:bf16", status="refused")]),
@@ -111,7 +111,7 @@ def test_the_shipped_tables_come_from_the_committed_rows(tmp_path):
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
-def test_a_shipped_table_is_small_and_known_and_named_after_its_device(path):
+def test_a_shipped_table_is_small_has_known_plans_and_is_named_after_its_device(path):
     table = Table.load(path)
     assert path.stat().st_size < 2**20
     assert path.name == file_name(table.environment)
@@ -122,7 +122,7 @@ def test_a_shipped_table_is_small_and_known_and_named_after_its_device(path):
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
-def test_a_shipped_table_is_used_on_its_gpu_and_elsewhere_scaled_or_not_at_all(path, monkeypatch):
+def test_a_shipped_table_is_used_on_its_gpu_and_scaled_or_ignored_elsewhere(path, monkeypatch):
     table = Table.load(path)
     device = torch.device("cuda", 0)
 

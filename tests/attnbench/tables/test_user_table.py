@@ -60,7 +60,7 @@ def _writer(number: int, start) -> None:
         )
 
 
-def test_four_processes_write_one_table_and_every_read_on_the_way_is_whole():
+def test_four_processes_write_one_table_and_every_read_is_complete():
     context = multiprocessing.get_context("fork")
     start, path, reads = context.Event(), user_table_path(an_environment()), []
     writers = [context.Process(target=_writer, args=(number, start)) for number in range(PROCESSES)]
@@ -83,7 +83,7 @@ def test_four_processes_write_one_table_and_every_read_on_the_way_is_whole():
 # --- what stays of it, and what may be used ---
 
 
-def test_it_grows_and_lets_go_of_what_another_version_measured():
+def test_the_table_accumulates_entries_and_drops_those_of_other_versions():
     path = update_user_table(table(one(), one("reference:bf16", 5.0)))
     assert path == user_table_path(here())
     update_user_table(table(one(time_ms=2.0)))
@@ -97,7 +97,7 @@ def test_it_grows_and_lets_go_of_what_another_version_measured():
     assert {str(each.plan) for each in Table.load(path).entries.values()} == {"reference:bf16"}
 
 
-def test_what_another_host_measured_is_written_with_as_few_digits():
+def test_times_converted_from_another_host_are_rounded():
     def measured(launch_ms: float, *plans: str) -> Table:
         entries = [one(plan, host_ms=1.0, device_ms=0.1) for plan in plans]
         return Table.from_entries(here(), entries, launch_ms)
@@ -141,7 +141,7 @@ def on_an_h200(monkeypatch, tmp_path):
     return tmp_path / "nvidia-h200.json"
 
 
-def test_a_damaged_shipped_table_costs_itself_alone(on_an_h200):
+def test_a_damaged_shipped_table_is_skipped_with_a_warning(on_an_h200):
     on_an_h200.write_text("{")
     update_user_table(table(one("fast:bf16"), environment=H200))
     with pytest.warns(AttnbenchWarning, match="the table that attnbench ships cannot be used"):
@@ -149,7 +149,7 @@ def test_a_damaged_shipped_table_costs_itself_alone(on_an_h200):
     assert len(known.tables) == 1
 
 
-def test_a_cpu_looks_for_no_shipped_table(monkeypatch, tmp_path):
+def test_no_shipped_table_is_read_on_a_cpu(monkeypatch, tmp_path):
     monkeypatch.setattr("attnbench.tables.shipped._FOLDER", tmp_path)
     (tmp_path / user_table_path(here()).name).write_text(json.dumps("no table"))
     with warnings.catch_warnings():

@@ -59,7 +59,7 @@ def examined(name: str) -> Report:
 
 
 @pytest.mark.parametrize("name", [*FORWARDS, *BACKWARDS])
-def test_a_planted_fault_is_named_by_the_check_that_is_about_it(name: str) -> None:
+def test_each_planted_fault_is_reported_by_its_check(name: str) -> None:
     _, expected, said = (FORWARDS | BACKWARDS)[name]  # type: ignore[operator]
     report = examined(name)
     assert [each.check for each in report.failures] == [expected], str(report)
@@ -70,7 +70,7 @@ def test_a_planted_fault_is_named_by_the_check_that_is_about_it(name: str) -> No
 
 
 @pytest.mark.parametrize("check", [each for each in CHECKS if each.batch], ids=lambda each: each.name)
-def test_where_few_specs_are_checked_the_sequences_of_one_may_lack_queries_or_keys(check: Check) -> None:
+def test_one_of_few_checked_specs_has_sequences_without_queries_or_keys(check: Check) -> None:
     known = Registry([REFERENCE, Backend("mine", "", lambda: Availability(version="1"), (Forward(), Backward()))])
     for seed in range(12):
         subject = Subject(Plan(Forward.name, Backward.name), torch.device("cpu"), known, seed)
@@ -78,12 +78,12 @@ def test_where_few_specs_are_checked_the_sequences_of_one_may_lack_queries_or_ke
         assert [spec.seqlen_q == spec.seqlen_kv for spec in specs] in ([True, False], [False, True]), seed
 
 
-def test_every_check_that_a_cpu_can_make_has_a_fault() -> None:
+def test_every_check_that_runs_on_a_cpu_has_a_planted_fault() -> None:
     named = {expected for _, expected, _ in (*FORWARDS.values(), *BACKWARDS.values())}
     assert named == {each.name for each in CHECKS if each.on is None}
 
 
-def test_an_honest_backend_passes_every_check_that_a_cpu_can_make() -> None:
+def test_a_correct_backend_passes_every_check_on_a_cpu() -> None:
     report = check(Forward(), Backward())
     assert report.ok, str(report)
     passed = {each.check for each in report.findings if each.outcome == "passed"}
@@ -102,7 +102,7 @@ def test_an_honest_backend_passes_every_check_that_a_cpu_can_make() -> None:
         pytest.param("emulated:fp8", marks=pytest.mark.exhaustive),
     ],
 )
-def test_our_own_kernels_pass(name: str) -> None:
+def test_our_own_kernels_conform(name: str) -> None:
     report = check_backend(name, "cpu", quiet=True)
     assert report.ok, str(report)
 
@@ -117,7 +117,7 @@ def growth_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     ("promote", "growth", "ok"),
     [(None, 1.0, False), pytest.param(None, 2.0, True, marks=pytest.mark.exhaustive), (128, 1.0, True)],
 )
-def test_hopper_s_accumulator_grows_unless_it_is_promoted(
+def test_errors_of_hoppers_accumulator_grow_unless_it_is_promoted(
     promote: int | None, growth: float, ok: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward, _ = emulate(accumulator=Accumulator(13, promote))
@@ -127,14 +127,14 @@ def test_hopper_s_accumulator_grows_unless_it_is_promoted(
 
 
 @pytest.mark.usefixtures("growth_alone")
-def test_sums_over_queries_grow_with_their_number() -> None:
+def test_errors_of_sums_over_queries_grow_with_their_number() -> None:
     (failure,) = check(Forward(), ShortSums()).failures
     assert failure.plan == "mine:fp64>mine:fp64"
     assert failure.said.startswith("dv of 2048 tokens is off by 0.03")
 
 
 @pytest.mark.usefixtures("growth_alone")
-def test_a_kernel_that_declares_no_growth_is_not_tried_with_many_keys() -> None:
+def test_a_kernel_without_declared_error_growth_is_not_checked_with_many_keys() -> None:
     class Silent(Forward):
         name = "mine:fp8"
 
@@ -142,7 +142,7 @@ def test_a_kernel_that_declares_no_growth_is_not_tried_with_many_keys() -> None:
     assert (found.outcome, found.said) == ("skipped", "the plan declares no error_growth")
 
 
-def test_a_backward_that_serves_less_than_its_forward_keeps_the_contract() -> None:
+def test_a_backward_may_serve_fewer_specs_than_its_forward() -> None:
     """What the forward serves alone, as FP8 tensors are, never asks for the backward."""
 
     class Narrow(Backward):
@@ -153,7 +153,7 @@ def test_a_backward_that_serves_less_than_its_forward_keeps_the_contract() -> No
 
 
 @pytest.mark.parametrize("after", [1, 26, 100])
-def test_a_kernel_that_loses_the_gpu_is_told_with_its_spec_and_nothing_else_is_asked(
+def test_a_kernel_that_loses_the_gpu_is_reported_with_its_spec_and_ends_the_run(
     after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where it happens while a spec that fails is made smaller: the 26th run, after 22 that are not judged."""
@@ -177,7 +177,7 @@ def test_a_kernel_that_loses_the_gpu_is_told_with_its_spec_and_nothing_else_is_a
     assert all(each.outcome == "skipped" and failure.check in each.said for each in later)
 
 
-def test_findings_are_printed_as_soon_as_they_are_known(
+def test_findings_are_printed_as_they_arrive(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = iter([Finding("mine", "first", "passed", "one"), Finding("mine", "second", "failed", "two", look="here")])
@@ -198,7 +198,7 @@ def test_findings_are_printed_as_soon_as_they_are_known(
     )
 
 
-def test_what_cannot_be_used_is_an_error_with_the_reason() -> None:
+def test_an_unavailable_backend_is_an_error_with_the_reason() -> None:
     gone = Backend("mine", "", lambda: Availability(reason="no such wheel", install="pip install it"), (Forward(),))
     with pytest.raises(AttnbenchError, match="no such wheel; add it with: pip install it"):
         check_backend("mine", "cpu", known=Registry([REFERENCE, gone]))
@@ -206,7 +206,7 @@ def test_what_cannot_be_used_is_an_error_with_the_reason() -> None:
         check_backend("nobody", "cpu")
 
 
-def test_a_backend_that_refuses_everything_has_shown_nothing() -> None:
+def test_a_backend_that_refuses_everything_does_not_pass() -> None:
     kernel = Forward()
     kernel.rows = {"cuda": ROW}
     report = check(kernel)
@@ -214,7 +214,7 @@ def test_a_backend_that_refuses_everything_has_shown_nothing() -> None:
     assert not report.ok
 
 
-def test_what_this_machine_s_user_has_measured_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_own_table_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(device: torch.device) -> None:
         raise AssertionError("the user's own table was asked for")
 
@@ -227,7 +227,7 @@ CPU = torch.device("cpu")
 MINE = Backend("mine", "a test's", lambda: Availability(version="1"), (Forward(), Backward()), compiles=True)
 
 
-def test_the_specs_of_each_check_are_run_in_other_processes_even_if_one_ends_its_own(
+def test_specs_are_rehearsed_in_other_processes_even_if_one_dies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(NOTED, str(tmp_path / "noted"))
@@ -257,7 +257,7 @@ def test_the_specs_of_each_check_are_run_in_other_processes_even_if_one_ends_its
         ("cuda", True, True, False),
     ],
 )
-def test_it_is_made_of_an_installed_backend_that_compiles_for_a_gpu(
+def test_only_installed_backends_that_compile_for_a_gpu_are_rehearsed(
     device: str, compiles: bool, given: bool, rehearsed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = Registry([REFERENCE, replace(MINE, compiles=compiles)])

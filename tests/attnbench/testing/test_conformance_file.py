@@ -33,21 +33,21 @@ def faults(*paths: Path) -> list[str]:
     return list(report_faults(TABLE, map(read_report, paths)))
 
 
-def test_a_report_that_passed_says_nothing_against_its_kernels(tmp_path: Path) -> None:
+def test_a_passed_report_has_no_objection(tmp_path: Path) -> None:
     path = report(tmp_path, *findings("fa3:bf16", out="passed", sink="skipped"), version="0.4.9")  # a patch
     assert faults(path) == []
     assert r"| 1 spec \| \`b1\`; \*so\* it is |" in path.read_text(encoding="utf-8")
     assert uncovered(TABLE, [read_report(path)]) == ["sdpa-flash:bf16", "triton:fp8"]
 
 
-def test_every_failed_check_of_a_kernel_that_the_table_names_counts(tmp_path: Path) -> None:
+def test_every_failed_check_of_a_kernel_in_the_table_is_an_objection(tmp_path: Path) -> None:
     pair = findings("fa3:bf16>fa3:bf16", dq="failed", dk="passed")
     other = findings("fa3:fp16", out="failed")
     (fault,) = faults(report(tmp_path, *findings("fa3:bf16", out="failed", LSE="failed"), *pair, *other))
     assert "fa3:bf16 failed out, LSE, dq" in fault
 
 
-def test_a_kernel_of_which_every_check_was_skipped_is_not_covered(tmp_path: Path) -> None:
+def test_a_kernel_whose_checks_were_all_skipped_is_not_covered(tmp_path: Path) -> None:
     path = report(tmp_path, *findings("fa3:fp16", out="passed"), *findings("fa3:bf16", out="skipped"))
     assert "fa3:bf16" in uncovered(TABLE, [read_report(path)])
 
@@ -59,7 +59,9 @@ def test_a_kernel_of_which_every_check_was_skipped_is_not_covered(tmp_path: Path
         ({"version": "0.5.0"}, "is of fa3 0.5.0, the table of 0.4.2.post2"),
     ],
 )
-def test_a_report_from_elsewhere_shows_nothing_of_this_table(facts: dict[str, str], said: str, tmp_path: Path) -> None:
+def test_a_report_from_another_device_or_version_does_not_cover_the_table(
+    facts: dict[str, str], said: str, tmp_path: Path
+) -> None:
     (fault,) = faults(report(tmp_path, *findings("fa3:bf16", out="passed"), **facts))
     assert said in fault
     assert faults(report(tmp_path, *findings("te:bf16", out="failed"), **facts)) == []  # the table has none of it
@@ -76,7 +78,7 @@ def test_committed_reports_are_read_and_none_has_a_failure() -> None:
 
 
 @pytest.mark.parametrize("content", ["", "# A page\n", "# Conformance of `fa3`\n", "whole, twice", "not text"])
-def test_what_is_no_report_is_named(content: str, tmp_path: Path) -> None:
+def test_an_invalid_report_is_an_error_that_names_the_file(content: str, tmp_path: Path) -> None:
     path = report(tmp_path, *findings("fa3:bf16", out="passed"))
     whole = path.read_text(encoding="utf-8")
     path.write_bytes(

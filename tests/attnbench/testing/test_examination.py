@@ -37,17 +37,17 @@ def missed(examination, name):
 
 
 @pytest.mark.parametrize("name", [fault.name for fault in ALIVE])
-def test_a_planted_fault_is_found_by_name(examination, name):
+def test_each_planted_fault_is_found_and_named(examination, name):
     assert missed(examination, name) is None
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [fault.name for fault in FAULTS])
-def test_a_planted_fault_is_found_by_name_in_a_process_of_its_own(with_processes, name):
+def test_each_planted_fault_is_found_and_named_in_a_separate_process(with_processes, name):
     assert missed(with_processes, name) is None
 
 
-def test_the_honest_kernel_under_every_fault_is_ok(examination):
+def test_the_kernel_without_the_fault_is_ok(examination):
     honest = [(fault, row) for fault, row in examination if fault.name == "none"]
     assert len(honest) == len({fault.spec for fault in ALIVE})
     for fault, row in honest:

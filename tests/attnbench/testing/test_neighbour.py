@@ -65,7 +65,7 @@ def children() -> set[int]:
 
 @pytest.mark.exhaustive
 @linux
-def test_it_is_at_work_until_the_end_and_imports_nothing_from_where_it_was_started(
+def test_the_neighbour_works_until_the_end_and_imports_nothing_from_the_working_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "torch.py").write_text("raise SystemExit('another torch')", encoding="utf-8")
@@ -79,7 +79,7 @@ def test_it_is_at_work_until_the_end_and_imports_nothing_from_where_it_was_start
 
 
 @linux
-def test_it_ends_with_whoever_asked_for_it() -> None:
+def test_the_neighbour_ends_when_its_parent_is_killed() -> None:
     """Killed, so that nothing of its own could have told the neighbour."""
     with subprocess.Popen([sys.executable, "-c", ASKING], stdout=subprocess.PIPE, text=True) as asking:
         assert asking.stdout is not None
@@ -102,13 +102,13 @@ def shared(forward: Forward, monkeypatch: pytest.MonkeyPatch, direction: str = "
 
 @linux
 @pytest.mark.parametrize("direction", ["training", pytest.param("forward", marks=pytest.mark.exhaustive)])
-def test_a_kernel_that_minds_no_neighbour_passes(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_unaffected_by_a_neighbour_passes(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found, noted = shared(Forward(), monkeypatch, direction)
     assert found is None
     assert int(noted.removesuffix(" calls beside another process")) >= 16
 
 
-def test_a_kernel_that_is_wrong_beside_a_neighbour_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_is_wrong_beside_a_neighbour_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """One call of many, so that each is looked at."""
 
     class Jumpy(Forward):
@@ -133,7 +133,7 @@ def test_a_kernel_that_is_wrong_beside_a_neighbour_is_told(monkeypatch: pytest.M
 
 
 @linux
-def test_where_nobody_else_may_use_the_device_that_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_excludes_another_process_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     before = children()
     monkeypatch.setattr(conduct, "neighbour", lambda device: neighbour(torch.device("meta")))
     found, noted = shared(Forward(), monkeypatch)

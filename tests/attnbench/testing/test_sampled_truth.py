@@ -23,7 +23,7 @@ SPECS = [
 
 
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if not spec.has_empty_rows], ids=str)
-def test_a_few_rows_are_those_of_the_whole(spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch):
+def test_sampled_rows_equal_those_of_the_full_result(spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "_SCORES", {"cpu": 2000})  # several slices of queries
     inputs = draw(spec, "normal", CPU)
     whole = truth_of(Subject(None, CPU, registry()), spec, inputs)

@@ -50,13 +50,13 @@ def raised(outer, inner=None):
         "ptxas error   : Entry function uses too much shared data",
     ],
 )
-def test_the_line_of_the_compiler_that_says_what_is_wrong_survives(line):
+def test_the_compilers_error_line_is_kept(line):
     inner = raised(RuntimeError(COMPILER.format(line=line)), subprocess.CalledProcessError(1, ["g++"]))
     assert in_one_line(inner) == f"RuntimeError: C++ compile error: {line}"
     assert in_one_line(CompilerError(inner)) == f"CompilerError: RuntimeError: C++ compile error: {line}"
 
 
-def test_what_says_nothing_says_where_it_was_raised():
+def test_an_exception_without_a_message_names_its_source_line():
     try:
         raise AssertionError
     except AssertionError as error:
@@ -67,7 +67,7 @@ def test_what_says_nothing_says_where_it_was_raised():
     assert in_one_line(KeyError()) == "KeyError"
 
 
-def test_an_explicit_cause_stands_behind_unless_the_message_has_it():
+def test_an_explicit_cause_is_appended_unless_the_message_contains_it():
     cause = OSError("no space is left")
     assert (
         in_one_line(raised(ValueError("cannot load"), cause))
@@ -79,21 +79,21 @@ def test_an_explicit_cause_stands_behind_unless_the_message_has_it():
     )
 
 
-def test_what_was_being_handled_is_no_cause():
+def test_an_implicit_context_is_not_reported_as_the_cause():
     error = RuntimeError("out of registers\nand more")
     error.__context__ = KeyError("key")
     assert in_one_line(error) == "RuntimeError: out of registers"
 
 
 @given(st.lists(st.text(), max_size=4), st.booleans())
-def test_it_is_one_line_of_bounded_length(texts, wrapped):
+def test_the_summary_is_one_line_of_bounded_length(texts, wrapped):
     error = RuntimeError("\n".join(texts))
     said = in_one_line(CompilerError(error) if wrapped else raised(ValueError(":"), error))
     assert len(said.splitlines()) == 1
     assert len(said) < 1500
 
 
-def test_a_ring_of_causes_ends():
+def test_circular_causes_terminate():
     one, other = RuntimeError("one:"), RuntimeError("other:")
     one.__cause__, other.__cause__ = other, one
     assert in_one_line(one).startswith("RuntimeError")

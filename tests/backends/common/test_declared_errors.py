@@ -35,7 +35,7 @@ def seen() -> MappingProxyType[Plan, tuple[float, AttentionSpec]]:
 
 
 @pytest.mark.parametrize("plan", sorted(seen(), key=str), ids=str)
-def test_a_plan_declares_what_the_committed_results_show_and_little_more(plan):
+def test_declared_errors_cover_the_committed_results_closely(plan):
     error, spec = seen()[plan]
     declared = registry().declared_error(plan, spec, GPU)
     assert error <= declared <= MOST * error
@@ -56,7 +56,7 @@ def grown() -> MappingProxyType[str, dict[tuple[str, ...], dict[int, float]]]:
 
 
 @pytest.mark.parametrize("name", grown())
-def test_a_plan_declares_by_how_much_its_committed_errors_grow_with_the_tokens(name):
+def test_declared_error_growth_covers_the_committed_results(name):
     plan = Plan.parse(name)
     spec = AttentionSpec.make(
         batch=1, heads=2, seqlen_q=8192, head_dim=128, direction="forward" if plan.backward is None else "training"

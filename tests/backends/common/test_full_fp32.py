@@ -20,7 +20,7 @@ def before(request: pytest.FixtureRequest) -> Iterator[str]:
     MATMUL.fp32_precision = default
 
 
-def test_on_a_gpu_it_is_set_even_where_the_program_left_the_default(before: str) -> None:
+def test_full_fp32_is_set_explicitly_on_a_gpu(before: str) -> None:
     """The default follows environment variables there, such as TORCH_ALLOW_TF32_CUBLAS_OVERRIDE."""
     with full_fp32(SimpleNamespace(is_cuda=True)):
         assert MATMUL.fp32_precision == "ieee"

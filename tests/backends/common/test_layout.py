@@ -21,7 +21,7 @@ READERS = {
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
-def test_only_what_the_kernel_cannot_read_is_copied(read: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+def test_only_unreadable_layouts_are_copied(read: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
     x = torch.randn(2, 4, 8, 32).to(dtype)
     short = torch.randn(2, 4, 8, 16).to(dtype)  # rows of 16 or 32 bytes
     for fits in (x, short, x.transpose(1, 2).contiguous().transpose(1, 2), x[:, :, ::2], x[:, 1:2], padded(x, 32)):

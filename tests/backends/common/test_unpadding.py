@@ -34,7 +34,7 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @given(FLASH, st.sampled_from(["fa3:fp8", "fa3:bf16", "fa4:bf16"]))
 @settings(max_examples=examples(14, 200))
-def test_rows_are_what_their_tokens_are_alone(batch: Documents, name: str) -> None:
+def test_each_row_has_the_result_of_its_tokens_alone(batch: Documents, name: str) -> None:
     forward, backward = FORWARDS[name], fa4.Fa4Backward("bf16")
     for found, alone in zip(answers(batch, forward, backward), batch.alone(forward, backward), strict=True):
         for x, y in zip(found, alone, strict=True):
@@ -42,7 +42,7 @@ def test_rows_are_what_their_tokens_are_alone(batch: Documents, name: str) -> No
 
 
 @pytest.mark.parametrize("padding", ["left", "right"])
-def test_quantised_rows_lie_as_the_tensors_do(padding: str) -> None:
+def test_quantised_rows_keep_the_layout_of_the_tensors(padding: str) -> None:
     """A backward of another backend reads them beside the lengths of the rows."""
     batch = Documents(((30, 30), (7, 7)), heads=(4, 2), padding=padding)
     whole, lengths, spec = batch.together(batch.parts())
@@ -54,7 +54,7 @@ def test_quantised_rows_lie_as_the_tensors_do(padding: str) -> None:
         torch.testing.assert_close(wide[~padded], given_[~padded].float(), rtol=0.07, atol=0.02)
 
 
-def test_places_are_found_once_and_again_when_the_lengths_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_indices_are_computed_once_until_the_lengths_change(monkeypatch: pytest.MonkeyPatch) -> None:
     made, find = [], unpadding._side_of
     monkeypatch.setattr(unpadding, "_side_of", lambda *given: made.append(given) or find(*given))
     batch = Documents(((30, 30), (7, 7)), padding="left")

@@ -18,7 +18,7 @@ UNIT = {torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-
     st.floats(2.0**-10, 2.0**10),
     st.randoms(use_true_random=False),
 )
-def test_it_is_the_product_rounded_once_in_the_same_layout(shape, narrow, wide, factor, random):
+def test_widening_rounds_the_product_once_and_keeps_the_layout(shape, narrow, wide, factor, random):
     axes = random.sample(range(len(shape)), len(shape))
     generator = torch.Generator().manual_seed(random.randrange(2**31))
     x = torch.randn(shape, generator=generator).to(narrow).permute(axes)
@@ -32,7 +32,7 @@ def test_it_is_the_product_rounded_once_in_the_same_layout(shape, narrow, wide, 
 
 
 @pytest.mark.parametrize("narrow", NARROW)
-def test_what_is_not_dense_is_read_where_it_lies(narrow):
+def test_strided_views_are_widened_without_a_copy(narrow):
     x = torch.randn(3, 10_000, generator=torch.Generator().manual_seed(0)).to(narrow)
     for part in (x[:, ::2], x[1:, 3:], x[:1].expand(3, -1)):
         assert torch.equal(widened(part, torch.tensor(0.5), torch.float32), part.float() * 0.5)

@@ -67,7 +67,7 @@ def test_bounds_leave_e5m2_its_digits() -> None:
         assert typical > 2**-10  # e5m2's smallest normal number is 2^-14
 
 
-def test_a_graph_is_built_once_for_a_problem_and_again_for_another() -> None:
+def test_a_graph_is_built_once_for_each_problem() -> None:
     forward = FORWARDS["cudnn:bf16"]
     before = PyGraph.built
     for seed in (0, 1):
@@ -99,7 +99,7 @@ def test_batches_of_other_lengths_share_a_graph() -> None:
     assert PyGraph.built == before + 1
 
 
-def test_two_threads_share_a_graph_and_no_handle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_threads_share_a_graph_and_have_separate_handles(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     execute = PyGraph.execute
 
@@ -155,7 +155,7 @@ def test_a_declined_heuristic_keeps_no_tensor_of_the_call_alive(monkeypatch: pyt
         gc.enable()
 
 
-def test_an_engine_that_is_not_cudnns_may_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_engine_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PyGraph, "selected_engine", "sdpa_fwd_prefill_sm90")
     q, k, v, _ = tensors_of(Problem(SPEC, "bhsd", False, 0))
     with pytest.raises(RuntimeError, match="sdpa_fwd_prefill_sm90"):

@@ -48,7 +48,7 @@ def backward_of(backend: Backend, precision: str) -> BackwardKernel:
 
 @both
 @given(problem=problems(("bf16", "fp16")))
-def test_sixteen_bits_refuse_or_agree_with_the_truth_in_both_passes(backend: Backend, problem: Problem) -> None:
+def test_sixteen_bit_kernels_refuse_or_agree_with_fp64_in_both_passes(backend: Backend, problem: Problem) -> None:
     forward, backward = forward_of(backend, problem.spec.dtype), backward_of(backend, problem.spec.dtype)
     assume(forward.refusals(problem.spec, H200) == [])
     assume(both_passes_agree(forward, backward, problem, H200))
@@ -61,7 +61,7 @@ PADDINGS = st.sampled_from([None, None, "left", "right"])
 @both
 @given(documents(70, MASKS, heads=(4, 2), padding=PADDINGS))
 @settings(max_examples=examples(20, 100))
-def test_sequences_of_a_batch_are_what_they_are_alone(backend: Backend, batch: Documents) -> None:
+def test_sequences_of_a_batch_have_the_results_that_they_have_alone(backend: Backend, batch: Documents) -> None:
     """Both serve sequences with as many keys as queries only; TransformerEngine, packed ones and their forward only."""
     batch = replace(batch, lengths=tuple((max(pair), max(pair)) for pair in batch.lengths), head_dim_v=40)
     forward, backward = forward_of(backend, "bf16"), backward_of(backend, "bf16")
@@ -86,7 +86,7 @@ SIZES = [
 
 @both
 @pytest.mark.parametrize(("sizes", "spread"), every_pair(SIZES, [1.0, 1e-3]))
-def test_fp8_stays_within_its_declared_error_from_the_first_step_on(
+def test_fp8_is_within_its_declared_error_from_the_first_step(
     backend: Backend, sizes: dict[str, object], spread: float
 ) -> None:
     spec = AttentionSpec.make(**{"batch": 2, "heads": 4, "kv_heads": 2, "direction": "training", **sizes})

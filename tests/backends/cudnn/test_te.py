@@ -47,7 +47,7 @@ def step(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> 
     return (result.out, *FP8_BACKWARD.run(Saved(operands, *result), grad))
 
 
-def test_what_came_before_does_not_decide_the_answer() -> None:
+def test_results_are_accurate_after_inputs_of_any_earlier_scale() -> None:
     """Delayed scaling as modules have it saturates here: one history serves every caller of a spec."""
     spec = training(head_dim=128, seqlen_q=96, mask=CAUSAL)
     q, k, v, grad = tensors_of(Problem(spec, "bhsd", False, 5))
@@ -89,7 +89,7 @@ def test_no_gradient_exceeds_its_bound(seed: int, group: int, mask: Mask, spread
     assert max(x.abs().max().item() for x in dense_gradients(q, k, v, grad, spec)) <= gradient_bound
 
 
-def test_scales_follow_the_largest_step_up_to_the_bound_and_nothing_that_is_not_finite() -> None:
+def test_scales_follow_the_largest_finite_step_up_to_the_bound() -> None:
     history, bounds = te_history.History(2, torch.device("cpu")), torch.tensor([2.0, 4.0])
     for amax, wanted in (
         ([2.0**-10, 2.0**-9], [32.0, 16.0]),
@@ -100,7 +100,7 @@ def test_scales_follow_the_largest_step_up_to_the_bound_and_nothing_that_is_not_
         assert history.scales(bounds, 8.0).tolist() == wanted
 
 
-def test_what_is_not_finite_does_not_spoil_the_next_call() -> None:
+def test_nonfinite_values_do_not_affect_the_next_call() -> None:
     spec = training(head_dim=128, seqlen_q=64)
     q, k, v, grad = tensors_of(Problem(spec, "bhsd", False, 0))
     poisoned = v.clone()
@@ -111,7 +111,7 @@ def test_what_is_not_finite_does_not_spoil_the_next_call() -> None:
         assert relative_l2(each, wanted) <= FP8_BACKWARD.declared_error
 
 
-def test_while_a_graph_is_recorded_nothing_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_history_is_recorded_during_graph_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = training(head_dim=128, seqlen_q=64)
     inputs, recording = tensors_of(Problem(spec, "bhsd", False, 0)), False
     for module in (te_history, te_library):
@@ -134,7 +134,7 @@ def test_while_a_graph_is_recorded_nothing_is_noted(monkeypatch: pytest.MonkeyPa
     assert te._gradients._recorded == [history]
 
 
-def test_a_first_call_in_inference_mode_leaves_a_history_that_others_can_write() -> None:
+def test_a_history_created_in_inference_mode_can_be_updated_later() -> None:
     spec = training(head_dim=128, seqlen_q=64)
     for mode in (True, False, True, False):
         with torch.inference_mode(mode):

@@ -44,7 +44,7 @@ def specs(draw, softcap=True):
 
 @settings(max_examples=examples(40, 200), deadline=None)
 @given(spec=specs(), recipe=st.sampled_from(RECIPES), seed=st.integers(0, 99), strided=st.booleans())
-def test_both_passes_are_exact_attention_but_for_the_rounding_of_p_and_ds(spec, recipe, seed, strided):
+def test_both_passes_agree_with_exact_attention_up_to_the_rounding_of_p_and_ds(spec, recipe, seed, strided):
     if recipe.smoothing:
         spec = spec.replace(softcap=0.0)
     q, k, v, grad_out = tensors(spec, seed, strided)
@@ -87,7 +87,7 @@ def test_both_passes_are_exact_attention_but_for_the_rounding_of_p_and_ds(spec, 
 
 
 @pytest.mark.parametrize(("recipe", "masked"), every_pair(RECIPES, [False, True]))
-def test_error_on_normal_inputs_is_within_what_is_declared_and_not_far_below(recipe, masked):
+def test_the_error_on_normal_inputs_is_close_below_the_declared_error(recipe, masked):
     mask = Mask(200, 0, "bottom-right") if masked else Mask()
     spec = AttentionSpec.make(
         batch=1, heads=2, kv_heads=1, seqlen_q=300, seqlen_kv=391, head_dim=64, mask=mask, direction="training",
@@ -104,7 +104,7 @@ def test_error_on_normal_inputs_is_within_what_is_declared_and_not_far_below(rec
 
 @pytest.mark.parametrize("backward", ["fp8", "fp8-token-hadamard", "fp8-smooth"])
 @pytest.mark.parametrize("outliers", [False, True])
-def test_backward_follows_a_foreign_forward_with_scores_that_sum_to_one(backward, outliers):
+def test_the_backward_follows_another_forward_with_normalised_probabilities(backward, outliers):
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, head_dim=64, dtype="fp32", direction="training")
     q, k, v, grad_out = tensors(spec)
     if outliers:

@@ -19,7 +19,7 @@ from examples import examples
 
 @settings(max_examples=examples(20, 200), deadline=None)
 @given(bits=st.integers(3, 17), length=st.integers(1, 100), seed=st.integers(0, 99))
-def test_accumulator_is_aligned_truncated_addition(bits, length, seed):
+def test_the_accumulator_aligns_and_truncates_addends(bits, length, seed):
     make = torch.Generator().manual_seed(seed)
     a, b = (rounded(torch.randn(s, generator=make) * 20, "e4m3") for s in ((3, length), (length, 2)))
     got = Accumulator(bits).product(a, b)
@@ -35,7 +35,7 @@ def test_accumulator_is_aligned_truncated_addition(bits, length, seed):
         assert got[i, j].item() == total
 
 
-def test_narrow_accumulator_loses_what_the_hardware_loses_and_promotion_mends_it():
+def test_a_narrow_accumulator_has_the_hardwares_error_and_promotion_removes_it():
     """V with mean 0.5: the error grows with the keys; the model gives 0.32 at 64k, as was measured on an H200."""
     errors = {}
     for keys in (2048, 8192):
@@ -56,7 +56,7 @@ def test_narrow_accumulator_loses_what_the_hardware_loses_and_promotion_mends_it
     assert errors["fp8-acc10", 2048] > 3 * errors["fp8-acc13", 2048]
 
 
-def test_memory_stays_bounded_with_sixteen_thousand_keys():
+def test_memory_is_bounded_with_sixteen_thousand_keys():
     script = """
 import resource, torch
 from attnbench.backends.emulated import emulate

@@ -21,7 +21,7 @@ from attnbench.problem.spec import AttentionSpec
 CPU = Device("cpu", "CPU")
 
 
-def test_every_recipe_has_one_name_and_comes_back_from_it():
+def test_every_recipe_round_trips_through_its_name():
     registry = Registry([BACKEND])
     names = set()
     widths = [Accumulator(), Accumulator(13), Accumulator(10, 512)]
@@ -54,12 +54,12 @@ def test_every_recipe_has_one_name_and_comes_back_from_it():
         ("bf16", "no kernel is named 'emulated:bf16'"),
     ],
 )
-def test_names_that_are_none_say_what_would_be_one(name, says):
+def test_an_invalid_name_is_an_error_that_lists_valid_ones(name, says):
     with pytest.raises(UnknownBackendError, match=says):
         Registry([BACKEND]).forward(f"emulated:{name}")
 
 
-def test_what_was_quantised_otherwise_is_refused():
+def test_inputs_quantised_by_another_recipe_are_refused():
     spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=4, head_dim=8, dtype="e4m3", descale="head")
     q = Quantised(torch.ones(1, 1, 4, 8).to(torch.float8_e4m3fn), torch.ones(1, 1, 1, 1), "head")
     assert "e5m2" in " ".join(emulate(Recipe(format="e5m2"))[0].refusals(spec, CPU))

@@ -57,7 +57,7 @@ def official(**flags: bool) -> dict[str, dict[str, object]]:
 
 @given(problems(("bf16", "fp16")), st.booleans(), st.booleans())
 @settings(max_examples=examples(20, 200), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-def test_sixteen_bits_agree_with_dense_fp64(problem: Problem, foreign: bool, sglang: bool) -> None:
+def test_sixteen_bit_kernels_agree_with_dense_fp64(problem: Problem, foreign: bool, sglang: bool) -> None:
     """Forward through both schemas, backward through the official one, after its own and an exact forward."""
     spec = problem.spec
     forget()
@@ -71,7 +71,7 @@ def test_sixteen_bits_agree_with_dense_fp64(problem: Problem, foreign: bool, sgl
 
 @given(problems(("bf16", "fp16")))
 @settings(max_examples=examples(20, 200), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-def test_fp8_is_exact_attention_on_what_it_quantised(problem: Problem) -> None:
+def test_fp8_agrees_with_exact_attention_on_its_quantised_operands(problem: Problem) -> None:
     spec = problem.spec.replace(direction="forward")
     forward = FORWARDS["fa3:fp8"]
     with standins.modules(**SGLANG):
@@ -85,7 +85,7 @@ def test_fp8_is_exact_attention_on_what_it_quantised(problem: Problem) -> None:
 
 @given(problems(("bf16", "fp16")), st.booleans())
 @settings(max_examples=examples(20, 200), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-def test_vllm_s_operator_computes_exact_attention_on_what_it_was_given(problem: Problem, fp8: bool) -> None:
+def test_vllms_operator_agrees_with_exact_attention_on_its_inputs(problem: Problem, fp8: bool) -> None:
     """Whose schema takes packed sequences alone."""
     spec, name = problem.spec.replace(direction="forward"), "fp8" if fp8 else problem.spec.dtype
     kernel = next(each for each in fa3_vllm.BACKEND.kernels if each.name == f"fa3-vllm:{name}")
@@ -96,7 +96,7 @@ def test_vllm_s_operator_computes_exact_attention_on_what_it_was_given(problem: 
 
 @pytest.mark.parametrize("granularity", ["tensor", "head"])
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
-def test_descales_that_came_with_the_tensors_are_used_for_each_head(granularity: str, kv_heads: int) -> None:
+def test_given_descales_are_applied_to_each_head(granularity: str, kv_heads: int) -> None:
     spec = AttentionSpec.make(
         batch=2, heads=6, kv_heads=kv_heads, seqlen_q=20, seqlen_kv=33, head_dim=40, dtype="e4m3",
         descale=granularity, mask=Mask(right=0),
@@ -107,7 +107,7 @@ def test_descales_that_came_with_the_tensors_are_used_for_each_head(granularity:
 
 
 @given(st.integers(1, 256), st.integers(1, 256), st.booleans(), st.booleans())
-def test_padded_dimensions_are_the_library_s(d: int, dv: int, fp8: bool, backward: bool) -> None:
+def test_padded_head_dimensions_match_the_library(d: int, dv: int, fp8: bool, backward: bool) -> None:
     """Equal but for one pair of ranges, which random problems do not reach."""
     wide, wide_v = dimensions(d, dv, fp8, backward)
     step = 16 if fp8 else 8
@@ -128,7 +128,7 @@ def test_padded_dimensions_are_the_library_s(d: int, dv: int, fp8: bool, backwar
         ("BACKWARD", "fa3:bf16", {"direction": "training"}),
     ],
 )
-def test_what_a_build_leaves_out_is_refused(flag: str, name: str, changes: dict[str, object]) -> None:
+def test_features_missing_from_the_build_are_refused(flag: str, name: str, changes: dict[str, object]) -> None:
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=16, head_dim=64).replace(**changes)
     kernel = BACKWARDS[name] if flag == "BACKWARD" else FORWARDS[name]
     with standins.modules(**official()):
@@ -138,7 +138,7 @@ def test_what_a_build_leaves_out_is_refused(flag: str, name: str, changes: dict[
         assert "the build from official has no" in kernel.refusals(spec, H200)[0]
 
 
-def test_the_first_origin_found_answers_and_a_named_one_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_installed_origin_is_used_unless_another_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     found = fa3.BACKEND.availability()
     assert (found.ok, found.install) == (False, fa3_origins.INSTALL)
     with standins.modules(**SGLANG, **official()):
@@ -208,7 +208,7 @@ def test_the_forward_only_wheel_names_its_own_module_and_configuration() -> None
         assert relative_l2(forward.run(operands).out, truth) <= 0.004
 
 
-def test_the_hub_is_asked_only_where_its_kernel_is_cached_or_named(
+def test_the_hub_is_used_only_if_its_kernel_is_cached_or_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: object
 ) -> None:
     asked: list[tuple[str, int]] = []
@@ -226,7 +226,7 @@ def test_the_hub_is_asked_only_where_its_kernel_is_cached_or_named(
         assert asked == [("kernels-community/flash-attn3", 1)]
 
 
-def test_an_operator_with_other_arguments_is_not_called_by_guess() -> None:
+def test_an_operator_with_another_schema_is_an_error() -> None:
     library = torch.library.Library("attnbench_test_fa3", "FRAGMENT")
     library.define(f"lacks({standins.FWD['sgl_kernel'].replace('softcap', 'cap')}) -> Tensor[]")
     library.define(f"adds({standins.FWD['sgl_kernel']}, int mode) -> Tensor[]")
@@ -239,7 +239,7 @@ def test_an_operator_with_other_arguments_is_not_called_by_guess() -> None:
         bound(torch.ops.attnbench_test_fa3.fits.default, FORWARD)(*range(11))
 
 
-def test_an_fp8_forward_hands_the_backward_what_it_saw() -> None:
+def test_a_backward_after_fp8_uses_the_quantised_operands() -> None:
     spec = AttentionSpec.make(batch=1, heads=4, kv_heads=2, seqlen_q=24, head_dim=32, direction="training")
     q, k, v, grad = Problem(spec, "bhsd", False, 0).tensors()
     with standins.modules(**official()):

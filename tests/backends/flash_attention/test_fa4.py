@@ -34,7 +34,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @given(problems(("bf16", "fp16")))
 @example(Problem(SPEC.replace(mask=Mask(right=0), seqlen_q=20, direction="training"), "bhsd", False, 0))  # keys cut off
-def test_it_refuses_or_agrees_with_the_truth_in_both_passes(problem: Problem) -> None:
+def test_fa4_refuses_or_agrees_with_fp64_in_both_passes(problem: Problem) -> None:
     spec = problem.spec
     forward, backward = FORWARDS[f"fa4:{spec.dtype}"], BACKWARDS[f"fa4:{spec.dtype}"]
     assume(forward.refusals(spec, H200) == [])
@@ -58,7 +58,7 @@ def test_fp8_on_blackwell_uses_the_descales_of_each_group(dtype: str) -> None:
     assert all(descale.unique().numel() > 1 for descale in operands.native[4:])
 
 
-def test_compiled_kernels_are_kept_in_a_folder_of_the_user(tmp_path: Path) -> None:
+def test_compiled_kernels_are_cached_in_the_users_folder(tmp_path: Path) -> None:
     package = tmp_path / "flash_attn" / "cute"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()

@@ -22,7 +22,7 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("mask", [Mask(), Mask(right=0, alignment="bottom-right")], ids=str)
 @pytest.mark.parametrize("kernel", [fa3.Fa3Forward("bf16"), fa4.Fa4Forward("bf16")], ids=lambda kernel: kernel.name)
-def test_the_whole_of_a_call_is_that_of_its_two_parts(kernel: ForwardKernel, mask: Mask) -> None:
+def test_whole_calls_equal_prepare_then_run(kernel: ForwardKernel, mask: Mask) -> None:
     """There is none where tensors are padded or cut, or gradients wanted, or in FP8."""
     spec = SPEC.replace(mask=mask)
     q, k, v, _ = tensors_of(Problem(spec, "bhsd", False, 0))

@@ -70,7 +70,7 @@ SPECS = [
     [(1, [SPECS[5], SPECS[2]]), pytest.param(8, SPECS, marks=pytest.mark.exhaustive)],
     ids=["one", "eight"],
 )
-def test_more_programs_than_dynamo_keeps_still_run_compiled_and_agree_with_the_truth(
+def test_more_programs_than_dynamos_limit_run_compiled_and_agree_with_fp64(
     kept: int, specs: list[AttentionSpec]
 ) -> None:
     torch._dynamo.reset()
@@ -91,7 +91,7 @@ def test_more_programs_than_dynamo_keeps_still_run_compiled_and_agree_with_the_t
 
 
 @needs_avx2
-def test_where_no_more_may_be_compiled_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exceeding_the_limit_of_compilations_raises_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     monkeypatch.setattr(flex, "_PROGRAMS", 1)
     out_of(spec_of(64, 64, Mask()))
@@ -100,7 +100,7 @@ def test_where_no_more_may_be_compiled_it_raises(monkeypatch: pytest.MonkeyPatch
 
 
 @needs_avx2
-def test_another_window_length_or_cap_is_the_same_program() -> None:
+def test_other_windows_lengths_and_caps_reuse_the_program() -> None:
     torch._dynamo.reset()
     out_of(spec_of(130, 257, Mask(left=7, right=3), softcap=2.0))
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -110,7 +110,7 @@ def test_another_window_length_or_cap_is_the_same_program() -> None:
 
 
 @needs_avx2
-def test_inputs_that_need_gradients_are_served_where_none_are_asked_for() -> None:
+def test_inputs_that_require_gradients_run_without_recording_them() -> None:
     spec = spec_of(64, 64, Mask())
     q, k, v, _ = (x.requires_grad_() for x in Problem(spec, "bhsd", False, 0).tensors())
     forward = FORWARDS["flex:bf16"]
@@ -119,7 +119,7 @@ def test_inputs_that_need_gradients_are_served_where_none_are_asked_for() -> Non
 
 @given(masks(), st.integers(1, 600), st.integers(1, 600))
 @settings(max_examples=examples(30, 200))
-def test_blocks_are_those_of_create_block_mask(mask: Mask, sq: int, skv: int) -> None:
+def test_blocks_agree_with_create_block_mask(mask: Mask, sq: int, skv: int) -> None:
     spec = spec_of(sq, skv, mask)
     blocks = block_mask(spec.mask, sq, skv, torch.device("cpu"))
     if blocks is None:
@@ -140,7 +140,7 @@ def test_blocks_are_those_of_create_block_mask(mask: Mask, sq: int, skv: int) ->
             assert torch.equal(ours, want)
 
 
-def test_blocks_of_a_long_window_take_no_matrix_of_pairs() -> None:
+def test_blocks_of_a_long_window_are_computed_without_a_dense_mask() -> None:
     length = 2**17  # a matrix of pairs would be 16 GiB
     blocks = block_mask(Mask(left=1000, right=0), length, length, torch.device("cpu"))
     assert blocks is not None
@@ -168,7 +168,7 @@ def test_blocks_of_a_packed_batch_hide_other_sequences(batch: Documents) -> None
     assert full == {(int(row), int(column)) for row, column in grid.all(3).all(2).nonzero()}
 
 
-def test_blocks_of_a_batch_are_kept_until_its_lengths_change() -> None:
+def test_blocks_of_a_batch_are_cached_until_its_lengths_change() -> None:
     batch = Documents(((100, 100), (30, 30)))
     _, lengths, spec = batch.together(batch.parts())
     starts = lengths.starts[0]
@@ -183,7 +183,7 @@ def test_blocks_of_a_batch_are_kept_until_its_lengths_change() -> None:
 @needs_avx2
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("mask", [Mask(), CAUSAL_END, Mask(left=20, right=0)], ids=str)
-def test_packed_sequences_are_what_they_are_alone(mask: Mask) -> None:
+def test_packed_sequences_have_the_results_that_they_have_alone(mask: Mask) -> None:
     cases = (((130, 257), (0, 4), (1, 1)), None), (((200, 40), (7, 7)), "left"), (((3, 0), (64, 300), (9, 9)), "right")
     for pairs, padding in cases:
         batch = Documents(pairs, mask, padding=padding)
@@ -197,7 +197,7 @@ def test_packed_sequences_are_what_they_are_alone(mask: Mask) -> None:
             assert relative_l2(own.q(out), exact) <= 0.01
 
 
-def test_an_fp8_backward_is_refused_for_a_reason_and_16_bits_can_follow() -> None:
+def test_an_fp8_backward_is_refused_and_a_16_bit_one_can_follow() -> None:
     spec = spec_of(64, 64, Mask(), head_dim=64, direction="training")
     backward = BACKWARDS["flex:fp8"]
     assert backward.refusals(spec, H200) == [
@@ -213,7 +213,7 @@ def test_an_fp8_backward_is_refused_for_a_reason_and_16_bits_can_follow() -> Non
 
 @pytest.mark.parametrize("given", ["bf16", "tensor", "head"])
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
-def test_the_fp8_operands_stand_for_the_attention_that_was_asked_for(given: str, softcap: float) -> None:
+def test_fp8_operands_represent_the_requested_attention(given: str, softcap: float) -> None:
     """The arithmetic around the kernel, which needs no GPU: factors, cap and layouts, put through plain products."""
     spec = spec_of(64, 80, Mask(), head_dim=32, batch=2, softcap=softcap)
     q, k, v, _ = Problem(spec, "bhsd", False, 0).tensors()
@@ -244,7 +244,7 @@ def test_the_fp8_operands_stand_for_the_attention_that_was_asked_for(given: str,
 
 
 @pytest.mark.parametrize("hole", ["q", "k", "v"])
-def test_fp8_operands_of_nothing_and_of_nan(hole: str) -> None:
+def test_fp8_operands_of_zeros_and_nan_are_preserved(hole: str) -> None:
     spec = spec_of(8, 8, Mask(), head_dim=32)
     tensors = dict(zip("qkv", Problem(spec, "bhsd", False, 0).tensors()[:3], strict=True))
     for value in (0.0, float("nan")):

@@ -67,7 +67,7 @@ def no_triton(patch: pytest.MonkeyPatch, folder: Path) -> None:
         *((no_folder, device, "cannot write its cache folder") for device in (CPU, H200)),
     ],
 )
-def test_a_machine_that_cannot_compile_is_told_what_it_lacks(
+def test_a_machine_that_cannot_compile_gets_a_refusal_that_names_what_is_missing(
     change: Change, device: Device, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

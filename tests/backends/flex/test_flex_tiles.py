@@ -35,7 +35,7 @@ MEASURED = {
 }
 
 
-def test_a_measured_tile_is_used_for_what_runs_the_same_program() -> None:
+def test_a_measured_tile_is_used_for_specs_of_the_same_program() -> None:
     spec = spec_of(4096, 4096, Mask(), head_dim=128)
     forward = {f"fwd_{name}": value for name, value in TILE.items()}
     backward = {f"bwd_{name}": value for name, value in BACKWARD_TILE.items()}
@@ -54,7 +54,7 @@ def test_a_measured_tile_is_used_for_what_runs_the_same_program() -> None:
     [(64, 2, Mask(right=0), False), (65, 2, Mask(right=0), True), (127, 1, Mask(right=0), False),
      (127, 8, Mask(), False), (17, 8, Mask(left=5), True)],
 )  # fmt: skip
-def test_a_group_that_no_block_of_the_mask_holds_is_not_given_to_the_kernel_for_decoding(
+def test_groups_that_do_not_fit_a_mask_block_avoid_the_decoding_kernel(
     queries: int, group: int, mask: Mask, unfit: bool
 ) -> None:
     """Whose tile is the power of two from queries times group on, and must divide the mask's block of 128."""
@@ -65,7 +65,7 @@ def test_a_group_that_no_block_of_the_mask_holds_is_not_given_to_the_kernel_for_
 
 
 @pytest.mark.parametrize(("precision", "head_dim"), [("bf16", 16), ("fp8", 32)])
-def test_the_tile_reaches_the_kernel(precision: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tile_is_passed_to_the_kernel(precision: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through prepare, and from there into the call: torch's own check of its options sees them."""
     tiles = {TileKey(HOPPER, precision, head_dim, "none", "forward"): TILE}
     monkeypatch.setattr(flex, "kernel_options", partial(kernel_options, tiles=tiles))

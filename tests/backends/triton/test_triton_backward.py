@@ -73,7 +73,7 @@ def test_blocks_are_skipped_and_masked_as_the_mask_says(problem: tuple[int, int,
     ],
     ids=["256", "192 and 128", "160 and 64, e4m3 sums"],
 )
-def test_wide_heads_take_a_kernel_for_each_gradient(
+def test_wide_heads_use_a_separate_kernel_for_each_gradient(
     kernel: TritonBackward, sizes: tuple[int, int], recipe: Recipe
 ) -> None:
     head_dim, head_dim_v = sizes
@@ -83,7 +83,7 @@ def test_wide_heads_take_a_kernel_for_each_gradient(
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_keys_behind_the_last_count_for_nothing_where_all_scores_are_far_below_theirs(kernel: TritonBackward) -> None:
+def test_padding_keys_have_no_effect_when_all_scores_are_very_negative(kernel: TritonBackward) -> None:
     """Theirs are 0, and so far above the log-sum-exp that fp32 has no such P."""
     spec, (q, k, v, grad_out) = make(40, 70, head_dim=64)
     given_ = saved(spec, q / 8 + 4, k / 8 - 4, v, (Recipe("head"),) * 3)
@@ -92,7 +92,7 @@ def test_keys_behind_the_last_count_for_nothing_where_all_scores_are_far_below_t
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_each_block_of_queries_has_a_descale_of_its_own(kernel: TritonBackward) -> None:
+def test_each_block_of_queries_has_its_own_descale(kernel: TritonBackward) -> None:
     """Powers of two, so that the gradient of the output stays exact."""
     spec, (q, k, v, grad_out) = make(270, 40)
     grad_out = (grad_out * 2.0 ** (torch.arange(270) // 128 * 3)[:, None]).to(q.dtype)
@@ -100,7 +100,7 @@ def test_each_block_of_queries_has_a_descale_of_its_own(kernel: TritonBackward) 
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_a_constant_gradient_and_zeros_are_read_as_they_lie(kernel: TritonBackward) -> None:
+def test_expanded_and_zero_gradients_are_read_correctly(kernel: TritonBackward) -> None:
     spec, (q, k, v, _) = make(70, 90)
     given_ = saved(spec, q, k, v, (Recipe("head"),) * 3)
     ones = torch.ones(1, dtype=torch.bfloat16).expand(1, 2, 70, 32)
@@ -111,7 +111,7 @@ def test_a_constant_gradient_and_zeros_are_read_as_they_lie(kernel: TritonBackwa
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_it_takes_over_from_another_forward(kernel: TritonBackward) -> None:
+def test_the_backward_follows_another_forward(kernel: TritonBackward) -> None:
     """From the emulated one, whose operands are laid out by its callers: here (B, S, H, D) in memory."""
     spec, tensors = make(70, 90, heads=4, kv_heads=2)
     q, k, v, grad_out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors)
@@ -127,7 +127,7 @@ def test_it_takes_over_from_another_forward(kernel: TritonBackward) -> None:
     assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(before, after, strict=True))
 
 
-def test_after_our_own_forward_few_keys_leave_dq_as_exact_as_many() -> None:
+def test_dq_is_as_accurate_with_few_keys_as_with_many() -> None:
     """Relative to gradients whose parts do not cancel, which over two keys they may do by chance."""
     forward = TritonForward("fp8")
     for seqlen_kv, seed in itertools.product((1, 2, 5), range(examples(2, 6))):
@@ -141,7 +141,7 @@ def test_after_our_own_forward_few_keys_leave_dq_as_exact_as_many() -> None:
         assert (dq.double() - wanted).norm().item() <= 2 * WIDE.declared_error * max(wanted.norm().item(), size)
 
 
-def test_it_follows_every_forward_that_leaves_plain_e4m3_and_no_other() -> None:
+def test_the_backward_follows_exactly_the_forwards_that_save_plain_e4m3() -> None:
     known = registry()
     theirs = {
         "fa3:fp8", "fa3-vllm:fp8", "torch-fp8:fp8", "cudnn:fp8", "te:fp8", "flashinfer:fp8", "flex:fp8",
@@ -156,7 +156,7 @@ def test_it_follows_every_forward_that_leaves_plain_e4m3_and_no_other() -> None:
     assert {name: WIDE.accepts(known.forward(name)) for name in made} == made
 
 
-def test_each_forward_of_ours_is_planned_with_both_backwards_first() -> None:
+def test_plans_of_triton_forwards_list_both_triton_backwards_first() -> None:
     spec, _ = make(20, 30)
     known = Registry([SDPA, BACKEND])
     both = ["triton:fp8", "triton:fp8-all"]
@@ -170,7 +170,7 @@ def test_each_forward_of_ours_is_planned_with_both_backwards_first() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter's arithmetic with what is no number
-def test_what_is_no_number_is_not_taken_for_a_query_without_keys() -> None:
+def test_a_nan_log_sum_exp_is_not_treated_as_a_query_without_keys() -> None:
     spec, (q, k, v, grad_out) = make(40, 50)
     given_ = saved(spec, q, k, v, (Recipe("head"),) * 3)
     given_.lse[0, 1, 3] = torch.nan
@@ -179,7 +179,7 @@ def test_what_is_no_number_is_not_taken_for_a_query_without_keys() -> None:
     assert dq[0, 0].isfinite().all()
 
 
-def test_what_is_no_plain_e4m3_is_an_error_with_a_reason() -> None:
+def test_operands_that_are_not_plain_e4m3_are_an_error_with_a_reason() -> None:
     spec, (q, k, v, grad_out) = make(20, 30)
     plain = saved(spec, q, k, v, (Recipe("head"),) * 3)
     operands = plain.operands
@@ -198,7 +198,7 @@ def test_what_is_no_plain_e4m3_is_an_error_with_a_reason() -> None:
         WIDE.run(Saved(operands, plain.out, None), grad_out)
 
 
-def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_specs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     spec, _ = make(20, 30)
     assert WIDE.refusals(spec, CPU) == []
     assert WIDE.refusals(make(2, 2, head_dim=192, head_dim_v=128)[0], CPU) == []

@@ -39,7 +39,9 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("cases", [CASES, pytest.param(OTHERS, marks=pytest.mark.exhaustive)], ids=["heads", "others"])
-def test_every_recipe_of_quantising_compiles(cases: list[tuple[str, str, str, int, int]], tmp_path: Path) -> None:
+def test_quantisation_kernels_of_every_recipe_compile(
+    cases: list[tuple[str, str, str, int, int]], tmp_path: Path
+) -> None:
     assert printed(QUANTISE, folder=tmp_path, said=cases) == [2 if case[0] == "head" else 1 for case in cases]
 
 
@@ -111,7 +113,7 @@ print(json.dumps(found))
 """
 
 
-def test_a_kernel_has_one_hash_whatever_the_process_ran_before(tmp_path: Path) -> None:
+def test_a_kernels_hash_does_not_depend_on_earlier_runs(tmp_path: Path) -> None:
     """By which compiled code is found on the disk."""
     forwards, backwards = (printed(HASH, step, folder=tmp_path) for step in ("1", "-1"))
     assert len(forwards) > 10

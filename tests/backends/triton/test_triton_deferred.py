@@ -23,7 +23,7 @@ from attnbench.backends.triton.quantise.launch import Quantisation
 
 
 @pytest.mark.parametrize("forward", ["triton:fp8-onepass", "triton:fp8"])
-def test_a_layer_keeps_neither_its_inputs_nor_the_forwards_copies(
+def test_a_layer_keeps_alive_neither_its_inputs_nor_the_forwards_copies(
     forward: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=140, head_dim=64, direction="training")
@@ -54,7 +54,7 @@ def test_a_layer_keeps_neither_its_inputs_nor_the_forwards_copies(
         assert relative_l2(leaf.grad, wanted) < 0.1
 
 
-def test_what_operands_share_is_saved_once_and_may_come_back_from_elsewhere() -> None:
+def test_shared_operands_are_saved_once_and_may_be_restored_to_new_memory() -> None:
     generator = torch.Generator().manual_seed(0)
     leaves = [torch.randn(1, 1, 16, 16, generator=generator).to(torch.bfloat16).requires_grad_() for _ in range(3)]
     saved: list[Tensor] = []

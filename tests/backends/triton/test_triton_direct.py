@@ -82,7 +82,9 @@ WITH_MAPS = "tensordesc<bf16[64, 32]>", "tensordesc<bf16[64, 32]>", *PLAIN[1:]
 
 
 @pytest.mark.parametrize("kinds", [PLAIN, WITH_MAPS, (("*bf16", ("*bf16", "i32")), *PLAIN[2:])])
-def test_the_c_function_is_given_what_triton_gives_it(kinds: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_c_function_gets_the_arguments_that_triton_passes(
+    kinds: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     started: list[Any] = []
     compiled = Compiled(tuple(map(str, kinds)), started)
 
@@ -109,7 +111,7 @@ def test_the_c_function_is_given_what_triton_gives_it(kinds: tuple[Any, ...], mo
 
 
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
-def test_a_profiler_s_hooks_see_every_launch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_with_profiler_hooks_are_left_to_triton(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     start = direct.starter(Compiled(PLAIN, []), GRID, tuple(memory(2)), CONSTANTS)
     assert start is not None
     chain = getattr(triton.knobs.runtime, name)
@@ -139,7 +141,7 @@ CHANGES: dict[str, tuple[Callable[[Compiled], None], Any]] = {
 
 
 @pytest.mark.parametrize(("change", "meta"), [(None, META), *CHANGES.values()], ids=["as known", *CHANGES])
-def test_what_launches_otherwise_is_left_to_triton(change: Callable[[Compiled], None] | None, meta: Any) -> None:
+def test_unsupported_launches_are_left_to_triton(change: Callable[[Compiled], None] | None, meta: Any) -> None:
     compiled = Compiled(WITH_MAPS, [], meta)
     x, y, z = memory(3)
     if change is not None:
@@ -153,7 +155,7 @@ def test_an_unknown_release_is_left_to_triton(monkeypatch: pytest.MonkeyPatch) -
     assert direct.starter(Compiled(PLAIN, []), GRID, tuple(memory(2)), CONSTANTS) is None
 
 
-def test_a_launch_starts_by_itself_only_what_was_compiled_for_such_memory_on_its_gpu(
+def test_a_direct_launch_needs_a_kernel_compiled_for_its_memory_and_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Addresses on 16 bytes, on the GPU that it was compiled for, after Triton has launched it once."""

@@ -87,7 +87,9 @@ def ran(kernel: ForwardKernel, inputs: Sequence[Tensor | Quantised], spec: Atten
 
 @given(problems(("bf16", "fp16", "fp32")), st.sampled_from(NAMES), st.sampled_from(TILES))
 @settings(max_examples=examples(6, 60), deadline=None)
-def test_it_computes_exact_attention_on_what_it_quantised(problem: Problem, name: str, tile: Tile) -> None:
+def test_the_kernel_agrees_with_exact_attention_on_its_quantised_operands(
+    problem: Problem, name: str, tile: Tile
+) -> None:
     kernel, spec = forward(name, tile), problem.spec
     assume(name not in (WIDE, ONE_PASS) or spec.dtype != "fp32")
     inputs = tensors_of(problem)[:3]
@@ -116,7 +118,7 @@ _LENGTHS = [(70, 199), (200, 70), (1, 150), (128, 192)]
         [(("fp8", "fp8-token", WIDE, ONE_PASS)[i % 4], _LENGTHS[(i + i // 4) % 4]) for i in range(16)],
     ),
 )
-def test_blocks_of_keys_are_skipped_masked_and_whole(mask: Mask, case: tuple[str, tuple[int, int]]) -> None:
+def test_skipped_masked_and_full_blocks_of_keys_agree_with_fp64(mask: Mask, case: tuple[str, tuple[int, int]]) -> None:
     name, lengths = case
     spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=lengths[0], seqlen_kv=lengths[1], head_dim=64, mask=mask)
     ran(forward(name, Tile(64, 64, 4, 2)), tensors(spec), spec)
@@ -126,7 +128,7 @@ def test_blocks_of_keys_are_skipped_masked_and_whole(mask: Mask, case: tuple[str
     ("sizes", "tma"),
     every_pair([(80, 80), (96, 96), (192, 128), (256, 256), (64, 256), (5, 7)], [True, False]),
 )
-def test_head_dimensions(sizes: tuple[int, int], tma: bool) -> None:
+def test_all_head_dimensions_agree_with_fp64(sizes: tuple[int, int], tma: bool) -> None:
     head_dim, head_dim_v = sizes
     spec = AttentionSpec.make(
         batch=1, heads=2, kv_heads=1, seqlen_q=33, seqlen_kv=50, head_dim=head_dim, head_dim_v=head_dim_v,
@@ -138,7 +140,7 @@ def test_head_dimensions(sizes: tuple[int, int], tma: bool) -> None:
 @pytest.mark.parametrize(
     ("scale", "softcap", "name"), every_pair([0.0, -0.3, 3.0], [0.0, 2.0], ["fp8", "fp8-token", WIDE])
 )
-def test_any_scale(scale: float, softcap: float, name: str) -> None:
+def test_all_scales_agree_with_fp64(scale: float, softcap: float, name: str) -> None:
     spec = AttentionSpec.make(
         batch=1, heads=1, seqlen_q=70, seqlen_kv=40, head_dim=64, scale=scale, softcap=softcap,
         mask=Mask(right=0, alignment="bottom-right"),
@@ -190,7 +192,7 @@ def test_no_output_depends_on_later_tokens(name: str, safe: bool) -> None:
 
 
 @pytest.mark.parametrize(("name", "which"), every_pair(["fp8", "fp8-token", WIDE], [0, 1, 2]))
-def test_what_is_not_finite_stays_visible(name: str, which: int) -> None:
+def test_nonfinite_values_propagate_to_the_output(name: str, which: int) -> None:
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=20, head_dim=64, mask=Mask(right=0))
     kernel, inputs = forward(name), tensors(spec)
     inputs[which][0, 1, 0, 3] = math.nan
@@ -200,7 +202,7 @@ def test_what_is_not_finite_stays_visible(name: str, which: int) -> None:
 
 
 @pytest.mark.parametrize("heads_in_turn", [4, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in (1, 2, 6))])
-def test_every_program_has_a_block_of_its_own(heads_in_turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_program_computes_a_different_block(heads_in_turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the section: one that does not divide those of all batches leaves a shorter last one."""
     monkeypatch.setattr(triton_forward, "_section", lambda *_: heads_in_turn)
     monkeypatch.setattr(triton_forward, "layout_of", triton_forward.layout_of.__wrapped__)  # no section is kept
@@ -236,7 +238,7 @@ def test_tensors_that_are_not_plain_are_an_error() -> None:
     ran(kernel, (rotated, rotated, plain), spec)
 
 
-def test_recipes_by_name() -> None:
+def test_kernel_names_select_their_recipes() -> None:
     known = Registry([backend.BACKEND])
     assert known.forward("triton:fp8").recipe == Recipe("head", rotation="hadamard")
     assert known.forward("triton:fp8-block-hadamard").recipe == Recipe("block", rotation="hadamard")
@@ -268,7 +270,7 @@ def test_availability_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> 
         ),
     ],
 )
-def test_scores_of_16_bits_leave_the_error_of_p_and_v(head_dim: int, outliers: bool) -> None:
+def test_with_16_bit_scores_only_p_and_v_contribute_error(head_dim: int, outliers: bool) -> None:
     spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=32, seqlen_kv=512, head_dim=head_dim)
     q, k, v = tensors(spec)
     if outliers:  # one number in a thousand, ten times as large
@@ -281,7 +283,7 @@ def test_scores_of_16_bits_leave_the_error_of_p_and_v(head_dim: int, outliers: b
     assert relative_l2(out, dense_attention(q.double(), k.double(), v.double(), spec)[0]) <= 0.04
 
 
-def test_for_training_v_alone_is_quantised_and_q_and_k_are_the_callers() -> None:
+def test_training_quantises_only_v_and_keeps_the_callers_q_and_k() -> None:
     spec = AttentionSpec.make(batch=1, heads=2, kv_heads=1, seqlen_q=20, head_dim=64, direction="training")
     q, k, v = tensors(spec)
     operands = forward(WIDE).prepare(Inputs(q.requires_grad_(), k, v), spec)
@@ -298,7 +300,7 @@ def test_for_training_v_alone_is_quantised_and_q_and_k_are_the_callers() -> None
     ("name", "most"),
     [("fp8", 1), *(pytest.param(name, 99, marks=pytest.mark.exhaustive) for name in ("fp8", "fp8-token", WIDE))],
 )
-def test_it_keeps_the_contract(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backend_passes_the_conformance_suite(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On at most so many specs a check; on one, without what is compared with FP64 above and in test_triton_packed."""
     chosen = [each for each in CHECKS if most > 1 or not (each.specs or each.features or "batch" in each.name)]
     few = tuple(replace(each, count=min(each.count, most)) for each in chosen)

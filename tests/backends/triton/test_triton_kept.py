@@ -146,7 +146,7 @@ def check(run: Callable[[Saved, Tensor], object], started: list[Started]) -> Non
 
 @pytest.mark.parametrize("narrow", [False, True], ids=["wide", "narrow"])
 @pytest.mark.parametrize("hopper", [False, True])
-def test_no_backward_gets_the_launch_of_memory_that_lies_otherwise(
+def test_a_cached_backward_launch_is_not_used_for_another_memory_layout(
     narrow: bool, hopper: bool, started: list[Started], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if hopper:
@@ -157,7 +157,7 @@ def test_no_backward_gets_the_launch_of_memory_that_lies_otherwise(
     check(kernel.run, started)
 
 
-def test_no_forward_gets_the_launch_of_memory_that_lies_otherwise(started: list[Started]) -> None:
+def test_a_cached_forward_launch_is_not_used_for_another_memory_layout(started: list[Started]) -> None:
     kernel = TritonForward("fp8-head", FORWARD_TILE)
 
     def run(given: Saved, _: Tensor) -> None:
@@ -168,7 +168,7 @@ def test_no_forward_gets_the_launch_of_memory_that_lies_otherwise(started: list[
 
 
 @pytest.mark.parametrize("operand", "qkv")
-def test_rows_that_are_ready_are_copied_where_tma_could_not_read_them(operand: str) -> None:
+def test_rows_that_tma_cannot_read_are_copied(operand: str) -> None:
     kernel = TritonBackward("triton:fp8", narrow=False, declared_error=0.1, tiles=Tiles(TILE, TILE))
     spec, (q, k, v, grad) = make(128, 128, head_dim=64)
     plain = saved(spec, q, k, v, (HEAD,) * 3)
@@ -177,7 +177,7 @@ def test_rows_that_are_ready_are_copied_where_tma_could_not_read_them(operand: s
     assert all(torch.equal(x, y) for x, y in zip(found, kernel.run(plain, grad), strict=True))
 
 
-def test_calls_alike_look_their_launches_up(started: list[Started]) -> None:
+def test_equal_calls_reuse_their_launches(started: list[Started]) -> None:
     """A new launch costs several times what one that is known does."""
     kernel = TritonBackward("triton:fp8", narrow=False, declared_error=0.1, tiles=Tiles(TILE, TILE))
     forward_ = TritonForward("fp8", FORWARD_TILE)
@@ -193,7 +193,7 @@ def test_calls_alike_look_their_launches_up(started: list[Started]) -> None:
     assert [id(x) for x in found[0]] == [id(x) for x in found[1]]
 
 
-def test_threads_with_problems_of_their_own_get_their_own_answers() -> None:
+def test_threads_with_different_problems_get_their_own_results() -> None:
     """The interpreter, which serves one thread at a time, is no reason to serve one caller."""
     kernel = TritonBackward("triton:fp8", narrow=False, declared_error=0.1, tiles=Tiles(TILE, TILE))
     spec, tensors = make(70, 90)
@@ -210,7 +210,7 @@ def test_threads_with_problems_of_their_own_get_their_own_answers() -> None:
 
 
 @pytest.mark.parametrize("operand", "qkv")
-def test_descales_that_fit_nowhere_are_an_error_forward_and_backward(operand: str) -> None:
+def test_descales_of_an_invalid_shape_are_an_error_in_both_passes(operand: str) -> None:
     spec, (q, k, v, grad) = make(70, 90, heads=4, kv_heads=2, head_dim=64)
     plain = saved(spec, q, k, v, (HEAD,) * 3)
     for shape in ((1, 3, 1, 1), (1, 1, 7, 1), (2, 1, 1, 1), (1, 1, 1, 64)):
@@ -224,7 +224,7 @@ def test_descales_that_fit_nowhere_are_an_error_forward_and_backward(operand: st
             TritonForward("fp8", FORWARD_TILE).prepare(Inputs(operands.q, operands.k, operands.v), _e4m3_spec(spec))
 
 
-def test_what_comes_back_on_another_device_is_an_error_and_not_an_address() -> None:
+def test_tensors_restored_to_another_device_are_an_error() -> None:
     spec, (q, k, v, grad) = make(16, 16, head_dim=16)
     plain = saved(spec, q, k, v, (HEAD,) * 3)
     away = [replace(plain, out=plain.out.to("meta"))]

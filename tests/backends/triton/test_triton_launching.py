@@ -40,7 +40,7 @@ class Kernel:
         return launch
 
 
-def test_a_launch_is_known_the_second_time_on_each_gpu_unless_its_memory_is_not_aligned(
+def test_launches_are_cached_for_each_gpu_unless_memory_is_unaligned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device, kernel = [0], Kernel()
@@ -54,7 +54,7 @@ def test_a_launch_is_known_the_second_time_on_each_gpu_unless_its_memory_is_not_
     assert kernel.started == [("second", 7, True), ("there again", 7, True)]
 
 
-def test_launches_that_differ_in_anything_but_memory_are_different_ones_and_few_are_kept(
+def test_launches_are_cached_by_everything_but_memory_and_bounded_in_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     launches = Launches(Kernel())
@@ -89,7 +89,7 @@ def facts_of(made: Any) -> dict[str, Any]:
     "make", [TensorDescriptor.from_tensor, forward_hopper_launch._descriptor], ids=["plain", "gluon"]
 )
 @pytest.mark.parametrize(("shape", "strides", "block"), [((384, 32), None, [64, 32]), ((6, 2048), (2048, 1), [4, 64])])
-def test_a_descriptor_is_what_triton_makes_of_the_memory_of_its_own_call(
+def test_a_descriptor_equals_tritons_for_the_memory_of_each_call(
     make: Make, shape: tuple[int, ...], strides: tuple[int, ...] | None, block: list[int]
 ) -> None:
     described = Described(make, shape, block, strides)
@@ -105,7 +105,7 @@ def test_a_descriptor_is_what_triton_makes_of_the_memory_of_its_own_call(
     assert not any(isinstance(value, Tensor) for value in described._known[1].values()), "memory is kept alive"
 
 
-def test_no_thread_gets_another_s_memory() -> None:
+def test_descriptors_are_not_shared_between_threads() -> None:
     described = Described(TensorDescriptor.from_tensor, (384, 32), (64, 32))
 
     def work(_: int) -> bool:
@@ -128,13 +128,13 @@ class _Encoded:
         self.begin = self.base.data_ptr()
 
 
-def test_one_that_holds_what_it_made_of_the_address_is_made_anew_each_time() -> None:
+def test_a_descriptor_that_encodes_the_address_is_recreated_for_each_call() -> None:
     described = Described(lambda x, _: _Encoded(x), (384, 32), (64, 32))
     for x in [memory() for _ in range(3)]:
         assert described(x).begin == x.data_ptr()
 
 
-def test_parts_of_a_block_begin_where_kernels_may_load_them_and_are_zero_where_asked(
+def test_workspace_parts_are_aligned_and_zeroed_on_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch, "empty", lambda *sizes, **named: torch.full(sizes, 255, **named))

@@ -106,7 +106,7 @@ def same(found: Answer, wanted: Answer) -> bool:
 
 @settings(max_examples=examples(6, 100), deadline=None, phases=PHASES)
 @given(BATCHES, st.sampled_from([*FORWARDS, TritonWideScores(TILE), TritonOnePass(TILE)]))
-def test_each_sequence_is_answered_as_if_it_were_alone(batch: Documents, forward: TritonForward) -> None:
+def test_each_sequence_has_the_result_that_it_has_alone(batch: Documents, forward: TritonForward) -> None:
     for found, alone in zip(answers(batch, forward), batch.alone(forward), strict=True):
         assert alike(found, alone, allowed(forward))
 
@@ -140,7 +140,7 @@ def test_each_sequence_has_the_gradients_that_it_has_alone(
     ],
     ids=lambda x: str(x)[:30],
 )
-def test_hoppers_kernels_answer_each_sequence_as_if_it_were_alone(
+def test_hopper_kernels_give_each_sequence_the_result_that_it_has_alone(
     lengths: tuple[tuple[int, int], ...], mask: Mask, forward: TritonForward, how: dict[str, Any] | None
 ) -> None:
     """dQ is added up in bf16 in the order in which programs come."""
@@ -152,7 +152,7 @@ def test_hoppers_kernels_answer_each_sequence_as_if_it_were_alone(
 
 
 @pytest.mark.parametrize("kind", [TritonForward, TritonOnePass])
-def test_sequences_stay_apart_where_a_hopper_kernels_tile_serves_the_plain_one(kind: type[TritonForward]) -> None:
+def test_sequences_are_isolated_when_the_plain_kernel_uses_a_hopper_tile(kind: type[TritonForward]) -> None:
     """V has slots of 256 keys then, and the plain kernel reads 128 at a time."""
     tile = Tile(128, 256, 4, 2, interleaved=True, hopper=True)
     forward = kind("fp8-head", tile) if kind is TritonForward else TritonOnePass(tile)
@@ -164,7 +164,7 @@ def test_sequences_stay_apart_where_a_hopper_kernels_tile_serves_the_plain_one(k
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("what", [torch.nan, torch.inf])
 @by_pair
-def test_what_is_not_finite_stays_in_its_sequence(pair: Pair, what: float) -> None:
+def test_nonfinite_values_stay_in_their_sequence(pair: Pair, what: float) -> None:
     """Before it and behind it, where a block of keys or of queries goes on into it."""
     forward, backward, how = pair
     batch = Documents(((70, 70), (1, 1), (135, 135)), Mask(right=0, alignment=END), **how)
@@ -179,7 +179,7 @@ def test_what_is_not_finite_stays_in_its_sequence(pair: Pair, what: float) -> No
 
 @pytest.mark.usefixtures("hopper")
 @by_pair
-def test_keys_that_no_query_asks_for_get_no_gradient_and_give_none(pair: Pair) -> None:
+def test_keys_without_queries_get_zero_gradients_and_have_no_effect(pair: Pair) -> None:
     """Whatever they hold."""
     forward, backward, how = pair
     batch = Documents(((70, 70), (0, 30), (65, 65)), **how)
@@ -194,7 +194,7 @@ def test_keys_that_no_query_asks_for_get_no_gradient_and_give_none(pair: Pair) -
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("spoilt", ["k", "v"])
-def test_keys_behind_a_sequence_are_not_read_as_its_own(spoilt: str) -> None:
+def test_keys_after_a_sequence_are_not_read_as_part_of_it(spoilt: str) -> None:
     """The interpreter gives what is not finite a scale that is not, a GPU writes NaN in e4m3."""
     batch = Documents(((70, 70), (40, 40), (135, 135)), Mask(right=0), **WIDE)
     (q, k, v, grad), lengths, spec = batch.together(batch.parts())
@@ -211,7 +211,7 @@ def test_keys_behind_a_sequence_are_not_read_as_its_own(spoilt: str) -> None:
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("head_dim_v", [64, 80])
-def test_queries_without_keys_are_answered_with_zeros_whatever_lies_in_their_slot_of_values(head_dim_v: int) -> None:
+def test_queries_without_keys_give_zeros_for_any_values_in_their_slot(head_dim_v: int) -> None:
     """The kernel reads one block of a sequence that has none, with weights of 0."""
     batch = Documents(((70, 70), (30, 0)), Mask(), head_dim=64, head_dim_v=head_dim_v)
     (q, k, v, _), lengths, spec = batch.together(batch.parts())
@@ -224,7 +224,7 @@ def test_queries_without_keys_are_answered_with_zeros_whatever_lies_in_their_slo
 
 
 @pytest.mark.usefixtures("hopper")
-def test_programs_leave_a_table_as_it_was() -> None:
+def test_programs_restore_the_table_of_tiles() -> None:
     """They draw its tiles, and the next launch draws them again."""
     batch = Documents(((130, 130), (3, 3)), Mask(right=0), **WIDE)
     (q, k, v, _), lengths, spec = batch.together(batch.parts())
@@ -235,7 +235,7 @@ def test_programs_leave_a_table_as_it_was() -> None:
     assert operands.native.tiles[0, :3].tolist() == [3, 0, 0]
 
 
-def test_a_table_is_kept_until_its_lengths_change() -> None:
+def test_the_table_of_tiles_is_cached_until_the_lengths_change() -> None:
     cu = torch.tensor([0, 40, 40, 41, 41, 300], dtype=torch.int32)
     lengths, tiled = Lengths("packed", cu, cu, 259, 259), maps.Tiled("q", 64, (128, 128), (300, 300))
     table = maps.tile_map(lengths, 1, tiled, cu.device)

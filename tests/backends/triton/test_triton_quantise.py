@@ -67,7 +67,7 @@ def complete(result, length):
     exponent=st.sampled_from([0, 0, -10, 5]),
     seed=st.integers(0, 99),
 )
-def test_it_is_the_definition_bit_for_bit(
+def test_quantisation_equals_the_definition_bit_for_bit(
     shape, group, layout, dtype, granularity, format, copies, interleaved, tiles, exponent, seed
 ):
     b, h, s, d = shape
@@ -96,7 +96,7 @@ def test_it_is_the_definition_bit_for_bit(
 
 
 @pytest.mark.parametrize(("block", "dtype"), every_pair([64, 256], [torch.bfloat16, torch.float16, torch.float32]))
-def test_blocks_of_other_lengths_are_heads_of_their_own(block, dtype):
+def test_blocks_of_any_length_are_quantised_separately(block, dtype):
     x = laid_out((2, 3, 300, 32), "bshd", dtype, 5, 0)
     x[0, 1, :block] = 0
     (found,) = quantised_together([Request(x, transposed=True)], Recipe("block"), block=block)
@@ -122,7 +122,7 @@ def test_blocks_of_other_lengths_are_heads_of_their_own(block, dtype):
     transposed=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_rotated_and_smoothed_it_is_half_an_ulp_from_the_truth(
+def test_rotated_and_smoothed_values_are_within_half_an_ulp(
     shape, layout, dtype, granularity, format, rotation, smoothing, transposed, seed
 ):
     x = laid_out(shape, layout, dtype, seed) + 3
@@ -152,7 +152,7 @@ def test_rotated_and_smoothed_it_is_half_an_ulp_from_the_truth(
 
 
 @pytest.mark.parametrize("rotation", ["none", "hadamard"])
-def test_what_the_recipe_has_applies_only_where_it_is_asked_for(rotation):
+def test_rotation_and_smoothing_apply_only_when_requested(rotation):
     x = laid_out((1, 2, 40, 32), "bhsd", torch.float32)
     recipe = Recipe("token", rotation=rotation, smoothing=True)
     found = quantised(x, recipe)
@@ -162,7 +162,7 @@ def test_what_the_recipe_has_applies_only_where_it_is_asked_for(rotation):
 
 
 @pytest.mark.parametrize(("layout", "first", "granularity"), every_pair(["bshd", "gaps"], [0, 1], GRANULARITIES))
-def test_together_is_the_same_as_one_by_one(granularity, layout, first):
+def test_quantising_together_equals_quantising_separately(granularity, layout, first):
     """Programs of tensors that are alike run in turns, those of others one tensor after the other."""
     recipe = Recipe(granularity, rotation="hadamard")
     q = laid_out((1, 2, 70, 32), layout, torch.bfloat16, 1)
@@ -180,7 +180,7 @@ def test_together_is_the_same_as_one_by_one(granularity, layout, first):
             assert torch.equal(bits(found.transposed), bits(alone.transposed))
 
 
-def test_an_operand_without_rows_puts_its_tokens_in_order_when_they_are_read():
+def test_an_operand_without_rows_restores_the_token_order_when_read():
     recipe = Recipe("block")
     x = laid_out((1, 2, 150, 16), "bhsd", torch.bfloat16)
     operand = quantised(x, recipe, rows=False, transposed=True, interleaved=True).operand(recipe)
@@ -196,7 +196,7 @@ def test_an_operand_without_rows_puts_its_tokens_in_order_when_they_are_read():
 @pytest.mark.parametrize(
     ("granularity", "sizes"), every_pair(SHARED, [(2, 200, 4), (70, 20, 300), (12, 20, 24), (3, 130, 1)])
 )
-def test_many_partial_magnitudes_are_one(monkeypatch, granularity, sizes):
+def test_many_partial_magnitudes_are_reduced_correctly(monkeypatch, granularity, sizes):
     """More of them than are read at once, and programs that have several tiles each."""
     heads, length, most = sizes
     monkeypatch.setattr(quantise_layout, "_MOST_PARTIAL", most)
@@ -214,7 +214,7 @@ def test_many_partial_magnitudes_are_one(monkeypatch, granularity, sizes):
 
 @pytest.mark.parametrize("axis", [2, 3])
 @pytest.mark.parametrize(("granularity", "rotation"), [("token", "none"), ("head", "hadamard")])
-def test_rows_and_columns_farther_apart_than_32_bits_count(tmp_path, axis, granularity, rotation):
+def test_strides_beyond_32_bits_are_supported(tmp_path, axis, granularity, rotation):
     """A file with holes stands for a tensor of more than 2^31 elements, most of which nobody touches."""
     strides = [1, 1, 1, 1]
     strides[axis] = 2**29 + 8
@@ -231,7 +231,7 @@ def test_rows_and_columns_farther_apart_than_32_bits_count(tmp_path, axis, granu
 
 
 @pytest.mark.parametrize(("axes", "granularity"), every_pair([(0, 2), (1, 3)], ["block", "head", "token", "tensor"]))
-def test_what_is_broadcast_is_read_where_it_lies(axes, granularity):
+def test_expanded_tensors_are_read_without_a_copy(axes, granularity):
     shape = (2, 2, 130, 20)
     x = laid_out([1 if axis in axes else size for axis, size in enumerate(shape)], "bhsd", torch.bfloat16)
     recipe = Recipe(granularity)
@@ -272,6 +272,6 @@ def test_gradients_do_not_flow_into_it():
         (Request(torch.zeros(1, 3, 4, 8, device="meta")), "one device"),
     ],
 )
-def test_what_has_no_answer_is_an_error(request_, said):
+def test_unsupported_requests_are_errors(request_, said):
     with pytest.raises(InputError, match=said):
         quantised_together([Request(torch.zeros(1, 1, 4, 8)), request_], Recipe("head"))

@@ -19,7 +19,7 @@ SHARED = ("head", "tensor")
     ("granularity", "rotation", "value"),
     every_pair(["head", "block", "token"], ["none", "hadamard"], [math.inf, -math.inf, math.nan]),
 )
-def test_what_is_not_finite_spoils_its_group_and_no_other(granularity, rotation, value):
+def test_nonfinite_values_affect_only_their_own_group(granularity, rotation, value):
     x = laid_out((1, 2, 140, 24), "bhsd", torch.float32)
     x[0, 1, 135, 3] = value
     recipe = Recipe(granularity, rotation=rotation)
@@ -35,7 +35,7 @@ def test_what_is_not_finite_spoils_its_group_and_no_other(granularity, rotation,
 
 
 @pytest.mark.parametrize(("granularity", "magnitude"), every_pair(GRANULARITIES, [1e30, 3e38, 2.0**-149, 2.0**-140]))
-def test_zeros_and_the_ends_of_fp32(granularity, magnitude):
+def test_zeros_and_extreme_fp32_values_are_quantised_correctly(granularity, magnitude):
     x = torch.randn(1, 2, 130, 16, generator=torch.Generator().manual_seed(0)).clamp(-1, 1) * magnitude
     x[0, 0, :5] = 0
     x[0, 1] = 0
@@ -74,7 +74,7 @@ def test_rotated_numbers_beyond_fp32_saturate(granularity, dim, dtype, kind):
 
 
 @pytest.mark.parametrize(("granularity", "format"), every_pair(GRANULARITIES, ["e4m3", "e5m2"]))
-def test_what_rounding_alone_makes_larger_than_its_scale_allows_saturates(granularity, format):
+def test_values_that_rounding_pushes_beyond_the_scale_saturate(granularity, format):
     """Of numbers that are all but equal to their mean little is left, which the rotation's rounding is larger than.
 
     Two elements differ from zero, and the mean is exact.  In whatever order a CPU adds, a rotated number of token 7 is

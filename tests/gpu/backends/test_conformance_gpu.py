@@ -96,26 +96,26 @@ def test_an_installed_backend_conforms(name: str, tmp_path: Path) -> None:
     assert torch.cuda.get_device_name(0) in (tmp_path / "report.md").read_text(encoding="utf-8")
 
 
-def test_work_on_a_stream_of_its_own_is_found() -> None:
+def test_work_on_an_unsynchronised_stream_is_found() -> None:
     assert "stream" in {each.check for each in check(OwnStream()).failures}
 
 
-def test_a_result_that_comes_late_is_found() -> None:
+def test_a_late_result_is_found() -> None:
     assert not check(Late("fp8-late")).ok
 
 
-def test_what_a_process_beside_it_breaks_is_found() -> None:
+def test_a_fault_caused_by_a_neighbour_process_is_found() -> None:
     assert "shared GPU" in {each.check for each in check(Hasty()).failures}
 
 
-def test_a_graph_that_does_not_see_new_values_is_found() -> None:
+def test_a_graph_that_ignores_new_values_is_found() -> None:
     assert {each.check for each in check(Frozen()).failures} == {"CUDA graph"}
 
 
 @pytest.mark.parametrize(
     ("plan", "found"), [("triton:fp8>triton:fp8-all", "dv of 131072"), ("fa3:fp8", "out of 32768")]
 )
-def test_a_growth_that_is_declared_away_is_found(plan: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undeclared_error_growth_is_found(plan: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     known = registry()
     kernels = [known.forward(plan.partition(">")[0]), *([known.backward("triton:fp8-all")] if ">" in plan else [])]
     if reason := known.availability(plan.partition(":")[0]).reason:

@@ -46,7 +46,7 @@ CANNOT = [
 
 @by_both
 @pytest.mark.parametrize(("precision", "changes"), CANNOT)
-def test_what_is_refused_really_fails_or_is_wrong(backend: str, precision: str, changes: dict[str, object]) -> None:
+def test_refused_specs_fail_or_give_wrong_results(backend: str, precision: str, changes: dict[str, object]) -> None:
     if backend == "cudnn" and changes == {"mask": Mask(left=37, right=0)}:
         pytest.skip("only TransformerEngine's FP8 has no window")
     spec = AttentionSpec.make(batch=2, heads=8, seqlen_q=256, head_dim=64, direction="training").replace(**changes)
@@ -81,7 +81,7 @@ print(float((out.double() - exact).norm() / exact.norm()))
 
 
 @by_both
-def test_a_v_wider_than_q_is_refused_because_the_gpu_is_lost_or_the_answer_wrong(backend: str) -> None:
+def test_a_refused_v_wider_than_q_crashes_the_gpu_or_is_wrong(backend: str) -> None:
     """In a process of its own, which an illegal memory access ends."""
     command = [sys.executable, "-c", WIDER_V, f"{backend}:fp8"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -16,7 +16,7 @@ FORWARDS = {k.name: k for k in cudnn.BACKEND.kernels if isinstance(k, ForwardKer
 BACKWARDS = {k.name: k for k in cudnn.BACKEND.kernels if isinstance(k, BackwardKernel)}
 
 
-def test_the_maxima_that_cudnn_reports_are_below_what_the_scales_assume() -> None:
+def test_maxima_reported_by_cudnn_are_below_those_assumed_by_the_scales() -> None:
     spec = AttentionSpec.make(batch=1, heads=8, seqlen_q=4096, head_dim=128, mask=Mask(right=0))
     q, k, v, _ = Truth.of(spec.replace(seqlen_q=512, seqlen_kv=512), 0, torch.device("cuda", 0)).inputs
     q, k, v = (x.repeat(1, 1, 8, 1) for x in (q, k, v))
@@ -29,7 +29,7 @@ def test_the_maxima_that_cudnn_reports_are_below_what_the_scales_assume() -> Non
 
 
 @pytest.mark.parametrize("size", [192, 256])
-def test_the_fp8_backward_has_no_other_head_dimension_than_128(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fp8_backward_supports_only_head_dimension_128(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Smaller ones are padded to it; what is larger would have to be a kernel of its own."""
     spec = AttentionSpec.make(batch=1, heads=4, seqlen_q=256, head_dim=size, direction="training")
     assert BACKWARDS["cudnn:fp8"].refusals(spec, describe(torch.device("cuda", 0)))

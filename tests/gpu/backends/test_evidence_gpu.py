@@ -34,7 +34,7 @@ def cases() -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize(("dtype", "direction", "plan"), cases())
-def test_the_profiler_shows_the_kernel(dtype: str, direction: str, plan: str) -> None:
+def test_the_profiler_lists_each_kernel(dtype: str, direction: str, plan: str) -> None:
     device, spec = torch.device("cuda", 0), SPECS[dtype, direction]
     asked = Plan.parse(plan)
     q, k, v, grad = Truth.of(spec, 0, device).inputs

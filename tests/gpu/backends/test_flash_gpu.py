@@ -35,7 +35,7 @@ def test_descales_of_random_size_are_used(name: str, kv_heads: int) -> None:
     descales_are_used(FORWARDS[name], kv_heads, lengths=(200, 300), mask=Mask())
 
 
-def test_more_than_2_to_the_31_elements() -> None:
+def test_more_than_2_to_the_31_elements_agree_with_fp64() -> None:
     present(fa3.BACKEND)
     many_elements_agree(FORWARDS[name] for name in ("fa3:bf16", "fa3:fp8"))
 
@@ -48,7 +48,7 @@ def _called(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     )[0].transpose(1, 2)  # fmt: skip
 
 
-def test_a_scale_that_is_not_positive_is_refused_because_the_answer_is_wrong() -> None:
+def test_a_refused_nonpositive_scale_gives_a_wrong_result() -> None:
     present(fa3.BACKEND)
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, head_dim=64, mask=Mask(right=0), scale=-40.0)
     assert "positive scale" in FORWARDS["fa3:bf16"].refusals(spec, describe(DEVICE))[0]
@@ -56,7 +56,7 @@ def test_a_scale_that_is_not_positive_is_refused_because_the_answer_is_wrong() -
     assert not dense.relative_l2(_called(q, k, v, spec), dense.dense_attention(q, k, v, spec)[0]) < 0.01
 
 
-def test_a_window_that_ends_before_the_keys_is_refused_because_minus_one_means_unlimited() -> None:
+def test_a_refused_window_that_ends_before_the_keys_would_be_unlimited() -> None:
     present(fa3.BACKEND)
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=9, seqlen_kv=4, head_dim=64, mask=Mask(left=1, right=0))
     assert "last key" in FORWARDS["fa3:bf16"].refusals(spec, describe(DEVICE))[0]
@@ -67,7 +67,7 @@ def test_a_window_that_ends_before_the_keys_is_refused_because_minus_one_means_u
 
 
 @pytest.mark.parametrize("head_dim", [128, 256])
-def test_fa4_s_fp8_really_fails_here(head_dim: int) -> None:
+def test_fa4s_refused_fp8_fails(head_dim: int) -> None:
     present(fa4.BACKEND)
     spec = AttentionSpec.make(batch=1, heads=4, seqlen_q=256, head_dim=head_dim)
     assert FORWARDS["fa4:fp8"].refusals(spec, describe(DEVICE))
@@ -76,7 +76,7 @@ def test_fa4_s_fp8_really_fails_here(head_dim: int) -> None:
         FORWARDS["fa4:fp8"].run(operands)
 
 
-def test_fa4_s_backward_needs_the_padding_of_its_head_dimension(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fa4s_backward_needs_a_padded_head_dimension(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where this fails, the library has been mended, and its step can be smaller."""
     present(fa4.BACKEND)
     spec = AttentionSpec.make(batch=1, heads=4, seqlen_q=256, head_dim=80, direction="training")

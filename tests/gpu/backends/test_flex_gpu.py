@@ -60,7 +60,7 @@ def fp8() -> ForwardKernel:
     return FORWARDS["flex:fp8"]
 
 
-def test_16_bits_agree_with_dense_fp64() -> None:
+def test_sixteen_bit_kernels_agree_with_dense_fp64() -> None:
     sweep = Sweep(DEVICE)
     for index, spec in enumerate(SPECS):
         truth, name = Truth.of(spec, index, sweep.device), f"flex:{spec.dtype}"
@@ -87,7 +87,7 @@ def test_float8_agrees_with_dense_fp64(fp8: ForwardKernel) -> None:
 
 @pytest.mark.parametrize("granularity", ["tensor", "head"])
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
-def test_tensors_quantised_beforehand(fp8: ForwardKernel, granularity: str, softcap: float) -> None:
+def test_prequantised_tensors_agree_with_fp64(fp8: ForwardKernel, granularity: str, softcap: float) -> None:
     given = FP8_SPECS[1].replace(dtype="e4m3", descale=granularity, softcap=softcap)
     q, k, v, _ = Truth.of(FP8_SPECS[1], 1, DEVICE).inputs
     operands = fp8.prepare(Inputs.of(quantise(x, Recipe(granularity)) for x in (q, k, v)), given)
@@ -97,7 +97,7 @@ def test_tensors_quantised_beforehand(fp8: ForwardKernel, granularity: str, soft
     assert dense.relative_l2(result.out, truth) <= fp8.declared_error
 
 
-def test_float8_serves_a_backward_of_another_backend(fp8: ForwardKernel) -> None:
+def test_a_float8_forward_works_with_another_backends_backward(fp8: ForwardKernel) -> None:
     from attnbench.backends.sdpa.flash import BACKEND
 
     spec = spec_of(256, 256, 64, 1, Mask())

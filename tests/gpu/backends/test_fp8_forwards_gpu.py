@@ -103,7 +103,7 @@ def _by_sglang(*values: object) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", CASES)
-def test_it_refuses_or_agrees_with_dense_fp64(name: str, kernel: ForwardKernel, dtype: str) -> None:
+def test_each_kernel_refuses_or_agrees_with_dense_fp64(name: str, kernel: ForwardKernel, dtype: str) -> None:
     case = CASES[name]
     if name.startswith("sage") and (registry().availability("sage").version == "1.0.6") != (name == "sage:int8"):
         pytest.skip("a kernel of the other version of sageattention")
@@ -125,18 +125,18 @@ def test_descales_of_random_size_are_used(kernel: ForwardKernel, kv_heads: int) 
 
 
 @with_descales
-def test_a_scale_that_is_not_positive_is_refused_because_the_answer_is_wrong(kernel: ForwardKernel) -> None:
+def test_a_refused_nonpositive_scale_gives_a_wrong_result(kernel: ForwardKernel) -> None:
     is_wrong_at_a_scale_below_zero(kernel)
 
 
 @pytest.mark.parametrize("name", ["flashinfer"])
-def test_more_than_2_to_the_31_elements(kernel: ForwardKernel) -> None:
+def test_more_than_2_to_the_31_elements_agree_with_fp64(kernel: ForwardKernel) -> None:
     many_elements_agree([kernel])
 
 
 @pytest.mark.parametrize("name", ["flashinfer"])
 @pytest.mark.usefixtures("kernel")
-def test_windows_and_two_head_dims_are_refused_because_the_library_asserts() -> None:
+def test_refused_windows_and_unequal_head_dimensions_fail_an_assertion() -> None:
     x = torch.zeros(64, 2, 64, device=DEVICE).to(torch.float8_e4m3fn)
     with pytest.raises(AssertionError):
         flashinfer._prefill()(x, x, x, o_dtype=torch.bfloat16, window_left=5, backend="fa3")
@@ -147,7 +147,9 @@ def test_windows_and_two_head_dims_are_refused_because_the_library_asserts() -> 
 
 @pytest.mark.parametrize("mask", [Mask(), Mask(right=0)])
 @pytest.mark.parametrize("name", ["torch-fp8"])
-def test_it_is_what_activating_registers_and_nothing_is_activated(kernel: ForwardKernel, mask: Mask) -> None:
+def test_the_kernel_equals_torchs_activated_implementation_without_activating_it(
+    kernel: ForwardKernel, mask: Mask
+) -> None:
     spec = AttentionSpec.make(batch=4, heads=16, seqlen_q=4096, head_dim=128, mask=mask)
     q, k, v = (torch.randn(4, 4096, 16, 128, device=DEVICE, dtype=torch.bfloat16).transpose(1, 2) for _ in range(3))
     operands = kernel.prepare(Inputs(q, k, v), spec)

@@ -38,7 +38,7 @@ def of_other_types() -> list[str]:
 
 
 @pytest.mark.parametrize("name", of_other_types())
-def test_a_kernel_of_another_dtype_is_another_kernel(name: str) -> None:
+def test_a_kernel_refused_for_its_dtype_fails_or_equals_its_sibling(name: str) -> None:
     """Given bf16 it fails, or it is bit for bit what its sibling of that name is."""
     kernel, sibling = present(name), registry().forward(f"{name.partition(':')[0]}:bf16")
     spec = BASE.replace(direction="forward")
@@ -52,7 +52,7 @@ def test_a_kernel_of_another_dtype_is_another_kernel(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
-def test_flash_attention_in_torch_has_these_types_on_the_cpu_alone(dtype: str) -> None:
+def test_torchs_flash_attention_supports_these_dtypes_only_on_a_cpu(dtype: str) -> None:
     spec = BASE.replace(dtype=dtype)
     kernel = registry().forward(f"sdpa-flash:{dtype}")
     assert "runs on cpu, not on cuda" in "; ".join(kernel.refusals(spec, describe(DEVICE)))
@@ -71,7 +71,7 @@ def test_flash_attention_in_torch_has_these_types_on_the_cpu_alone(dtype: str) -
         ("sdpa-efficient:bf16", {"seqlen_kv": 130, "mask": Mask(right=0, alignment=END)}),
     ],
 )
-def test_what_torch_s_forward_refuses_fails_or_is_wrong(name: str, changes: dict[str, object]) -> None:
+def test_refused_forwards_of_torch_fail_or_give_wrong_results(name: str, changes: dict[str, object]) -> None:
     """A mask that the operator has no argument for comes out as the nearest that it has."""
     kernel, spec = present(name), BASE.replace(**changes)
     assert kernel.refusals(spec, describe(DEVICE))
@@ -93,7 +93,7 @@ def test_what_torch_s_forward_refuses_fails_or_is_wrong(name: str, changes: dict
         ("te:bf16", {"head_dim": 264, "head_dim_v": 264}),
     ],
 )
-def test_what_only_a_backward_refuses_fails_or_is_wrong(name: str, changes: dict[str, object]) -> None:
+def test_refused_backwards_fail_or_give_wrong_results(name: str, changes: dict[str, object]) -> None:
     forward, spec = present(name), BASE.replace(**changes)
     backward: BackwardKernel = registry().backward(name)
     assert forward.refusals(spec, describe(DEVICE)) == []
@@ -111,7 +111,7 @@ def test_what_only_a_backward_refuses_fails_or_is_wrong(name: str, changes: dict
 
 
 @pytest.mark.parametrize("name", ["cudnn:fp8", "te:fp8"])
-def test_only_the_last_queries_are_wrong_where_they_make_no_whole_group(name: str) -> None:
+def test_incomplete_groups_make_only_the_last_queries_wrong(name: str) -> None:
     """Why 16: the rows of dQ up to the last multiple of it are right, and those behind are not."""
     forward, backward = present(name), registry().backward(name)
     spec = BASE.replace(head_dim=128, head_dim_v=128, seqlen_q=1000)
@@ -143,7 +143,7 @@ def test_a_forward_without_a_log_sum_exp_returns_none() -> None:
     assert seen
 
 
-def test_the_unfused_kernels_hold_the_score_matrix_that_they_are_limited_by() -> None:
+def test_unfused_kernels_allocate_the_score_matrix_of_their_memory_limit() -> None:
     """A score is held twice at least, before and after the softmax; where they do not fit torch raises."""
     kernel = registry().forward("sdpa-math:bf16")
     spec = AttentionSpec.make(batch=1, heads=16, seqlen_q=16384, head_dim=128)

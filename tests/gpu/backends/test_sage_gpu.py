@@ -38,7 +38,7 @@ def _whole(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
 
 
 @pytest.mark.parametrize("mask", [Mask(), Mask(right=0)])
-def test_the_parts_make_what_the_library_makes(mask: Mask) -> None:
+def test_the_kernel_equals_the_librarys_own_function(mask: Mask) -> None:
     spec = AttentionSpec.make(batch=2, heads=8, seqlen_q=1024, head_dim=128, mask=mask)
     q, k, v = _inputs(spec)
     ours = KERNEL.run(KERNEL.prepare(Inputs(q, k, v), spec)).out
@@ -46,7 +46,7 @@ def test_the_parts_make_what_the_library_makes(mask: Mask) -> None:
 
 
 @pytest.mark.parametrize("where", ["q", "k", "v"])
-def test_zeros_stay_numbers(where: str) -> None:
+def test_zero_inputs_give_finite_results(where: str) -> None:
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=192, head_dim=64, mask=Mask(right=0))
     q, k, v = _inputs(spec)
     {"q": q, "k": k, "v": v}[where][..., 5 if where == "v" else slice(None)] = 0
@@ -55,7 +55,7 @@ def test_zeros_stay_numbers(where: str) -> None:
     assert dense.relative_l2(out, truth) < KERNEL.declared_error
 
 
-def test_what_is_refused_really_fails_or_is_wrong() -> None:
+def test_refused_specs_fail_or_give_wrong_results() -> None:
     base = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, head_dim=64)
     unequal = base.replace(seqlen_q=128, mask=Mask(right=0, alignment="bottom-right"))
     wrong = [base.replace(seqlen_kv=200)] if OLD else [unequal, base.replace(scale=-40.0, mask=Mask(right=0))]

@@ -26,7 +26,7 @@ BACKWARDS = {kernel.name: kernel for kernel in KERNELS if isinstance(kernel, Bac
 
 
 @pytest.mark.parametrize("name", [name for name in FORWARDS if not name.startswith("sdpa-math")])
-def test_nothing_copies_what_the_operator_can_read(name: str) -> None:
+def test_readable_layouts_are_not_copied(name: str) -> None:
     device = torch.device("cuda", 0)
     spec = AttentionSpec.make(batch=2, heads=8, seqlen_q=512, head_dim=64, dtype=name.partition(":")[2])
     for index in (0, 1):
@@ -39,7 +39,7 @@ def test_nothing_copies_what_the_operator_can_read(name: str) -> None:
 
 @pytest.mark.parametrize("scale", [-0.2, 0.0])
 @pytest.mark.parametrize("mask", [Mask(), Mask(right=0)], ids=["no mask", "causal"])
-def test_flash_needs_the_scale_above_zero_that_it_asks_for(mask: Mask, scale: float) -> None:
+def test_flash_gives_wrong_results_for_the_refused_nonpositive_scales(mask: Mask, scale: float) -> None:
     """257 keys are no multiple of its tile: those that fill it up are hidden, with or without a mask."""
     device = torch.device("cuda", 0)
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=257, head_dim=64, mask=mask, scale=scale)
@@ -52,7 +52,7 @@ def test_flash_needs_the_scale_above_zero_that_it_asks_for(mask: Mask, scale: fl
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
-def test_cudnn_s_gradients_hold_where_torch_s_own_calls_came_first(batch: int, head_dim: int) -> None:
+def test_cudnns_gradients_are_correct_after_torchs_own_calls(batch: int, head_dim: int) -> None:
     """A call of torch's own with a gradient in another layout leaves a graph that ours must not run."""
     spec = AttentionSpec.make(batch=batch, heads=4, seqlen_q=200, head_dim=head_dim, direction="training")
     generator = torch.Generator("cuda").manual_seed(head_dim)
@@ -77,7 +77,7 @@ def test_cudnn_s_gradients_hold_where_torch_s_own_calls_came_first(batch: int, h
 
 
 @pytest.mark.parametrize("layouts", list(itertools.permutations(["bhsd", "bshd"])), ids="-".join)
-def test_cudnn_s_gradients_hold_in_every_layout_of_the_output_and_its_gradient(layouts: tuple[str, str]) -> None:
+def test_cudnns_gradients_are_correct_in_every_layout_of_the_output_and_its_gradient(layouts: tuple[str, str]) -> None:
     """torch keeps a graph for the strides of q, k and v; a second layout of the others must not run the first's."""
     spec = AttentionSpec.make(batch=2, heads=8, seqlen_q=640, head_dim=128, mask=Mask(right=0), direction="training")
     generator = torch.Generator("cuda").manual_seed(3)

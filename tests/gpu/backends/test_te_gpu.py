@@ -32,7 +32,7 @@ def step(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> 
 
 
 @pytest.mark.parametrize("mask", [Mask(), CAUSAL], ids=str)
-def test_the_error_is_the_same_in_the_first_step_and_in_the_tenth(mask: Mask) -> None:
+def test_the_first_and_tenth_step_have_the_same_error(mask: Mask) -> None:
     spec = AttentionSpec.make(batch=1, heads=4, seqlen_q=2048, head_dim=128, mask=mask, direction="training")
     truth = Truth.of(spec, 0, torch.device("cuda", 0))
     wanted = (truth.out, *truth.gradients)
@@ -44,7 +44,7 @@ def test_the_error_is_the_same_in_the_first_step_and_in_the_tenth(mask: Mask) ->
         assert max(errors[1:]) <= FP8_BACKWARD.declared_error
 
 
-def test_the_maxima_that_the_kernels_report_are_below_what_is_assumed() -> None:
+def test_maxima_reported_by_the_kernels_are_below_those_assumed() -> None:
     spec = AttentionSpec.make(batch=1, heads=4, seqlen_q=2048, head_dim=128, mask=CAUSAL, direction="training")
     q, k, v, grad = Truth.of(spec.replace(seqlen_q=256, seqlen_kv=256), 0, torch.device("cuda", 0)).inputs
     q, k, v, grad = (x.repeat(1, 1, 8, 1) for x in (q, k, v, grad))
@@ -60,7 +60,7 @@ def test_the_maxima_that_the_kernels_report_are_below_what_is_assumed() -> None:
     assert all(0 < ratio <= 1 for ratio in ratios)
 
 
-def test_an_fp8_forward_with_a_sixteen_bit_backward() -> None:
+def test_an_fp8_forward_works_with_a_sixteen_bit_backward() -> None:
     """te:bf16, and every other backward here that can follow, each on what the forward computed with."""
     device = torch.device("cuda", 0)
     spec = AttentionSpec.make(batch=2, heads=8, kv_heads=4, seqlen_q=512, head_dim=64, mask=CAUSAL,
@@ -84,9 +84,7 @@ REFUSED_BACKWARDS = [("te:fp8", 64, 64), ("te:fp8", 256, 256)]
 
 
 @pytest.mark.parametrize(("name", "size", "size_v"), REFUSED_BACKWARDS)
-def test_a_backward_that_is_refused_really_fails(
-    name: str, size: int, size_v: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_backward_fails(name: str, size: int, size_v: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """FP8 at 64 is not refused here: without the padding that serves it, it would have to be."""
     monkeypatch.setattr(te_library.Narrow, "padded", lambda self, size: self)
     spec = AttentionSpec.make(batch=1, heads=4, seqlen_q=256, head_dim=size, head_dim_v=size_v, direction="training")
@@ -99,7 +97,7 @@ def test_a_backward_that_is_refused_really_fails(
 
 
 @pytest.mark.parametrize("seqlen", [4096, 16384])
-def test_beside_transformer_engines_own_module(seqlen: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_as_accurate_as_transformer_engines_own_module(seqlen: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A whole FP8 training step through DotProductAttention, warmed, and one of ours."""
     for variable in ("NVTE_FLASH_ATTN", "NVTE_UNFUSED_ATTN"):
         monkeypatch.setenv(variable, "0")

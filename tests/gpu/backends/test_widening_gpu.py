@@ -8,7 +8,7 @@ DEVICE = torch.device("cuda", 0)
 
 @pytest.mark.parametrize("narrow", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("wide", [torch.bfloat16, torch.float16, torch.float32])
-def test_every_number_is_right(narrow, wide):
+def test_every_fp8_value_is_widened_exactly(narrow, wide):
     from attnbench.backends.common.widening import widened
 
     x = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(narrow).repeat(100)

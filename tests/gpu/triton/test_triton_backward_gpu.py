@@ -42,7 +42,9 @@ def operands_of(spec: AttentionSpec, tensors: tuple[Tensor, ...], granularity: s
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_it_agrees_with_dense_fp64_on_its_operands(kernel: TritonBackward, heads: tuple[int, int, int]) -> None:
+def test_the_backward_agrees_with_dense_fp64_on_its_operands(
+    kernel: TritonBackward, heads: tuple[int, int, int]
+) -> None:
     sweep = Sweep(DEVICE)
     for index, spec in enumerate(specs(*heads)):
         truth = Truth.of(spec, index, DEVICE)
@@ -70,7 +72,7 @@ def prepared(spec: AttentionSpec, rotation: str = "none") -> tuple[Saved, Tensor
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("mask", [Mask(), Mask(right=0)], ids=str)
-def test_it_is_deterministic_bit_for_bit(kernel: TritonBackward, mask: Mask) -> None:
+def test_the_backward_is_deterministic_bit_for_bit(kernel: TritonBackward, mask: Mask) -> None:
     spec = AttentionSpec.make(batch=2, heads=8, seqlen_q=3000, head_dim=128, mask=mask, direction="training")
     saved, grad = prepared(spec)
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -84,7 +86,7 @@ def test_it_is_deterministic_bit_for_bit(kernel: TritonBackward, mask: Mask) -> 
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_tiles_agree(kernel: TritonBackward) -> None:
+def test_other_tiles_agree_with_fp64(kernel: TritonBackward) -> None:
     """Where this fails for one tile alone, it is the compiler's pipeline that reads too early."""
     spec = AttentionSpec.make(batch=1, heads=4, seqlen_q=1000, head_dim=128, mask=Mask(right=0), direction="training")
     saved, grad = prepared(spec)

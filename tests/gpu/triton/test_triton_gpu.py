@@ -46,7 +46,7 @@ TILES = [
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-def test_it_agrees_with_dense_fp64(dtype: str) -> None:
+def test_the_forward_agrees_with_dense_fp64(dtype: str) -> None:
     """Against the truth, and against exact attention on what it quantised, where less is allowed.
 
     With few numbers in a row of Q and K the error of a score is no mean: 0.084 was seen at 5, where 0.07 is declared.
@@ -75,7 +75,7 @@ def test_it_agrees_with_dense_fp64(dtype: str) -> None:
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("name", ["fp8", "fp8-token"])
-def test_every_kind_of_tile(name: str, tile: Tile) -> None:
+def test_every_kind_of_tile_agrees_with_fp64(name: str, tile: Tile) -> None:
     for head_dim, mask in itertools.product((64, 128, 256), (Mask(), Mask(right=0), Mask(left=90, right=20))):
         spec = AttentionSpec.make(batch=1, heads=4, kv_heads=2, seqlen_q=300, head_dim=head_dim, mask=mask)
         kernel = backend.TritonForward(name, tile)
@@ -89,7 +89,7 @@ def test_every_kind_of_tile(name: str, tile: Tile) -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("mask", [Mask(), Mask(right=0)], ids=str)
-def test_scores_of_16_bits(head_dim: int, mask: Mask) -> None:
+def test_forwards_with_16_bit_scores_agree_with_fp64(head_dim: int, mask: Mask) -> None:
     """After the same tile has run on e4m3: what was compiled for one type must not run on the other."""
     spec = AttentionSpec.make(batch=1, heads=4, kv_heads=2, seqlen_q=2048, head_dim=head_dim, mask=mask)
     q, k, v, _ = Truth.of(spec, 1, DEVICE).inputs
@@ -136,7 +136,7 @@ def test_descales_of_random_size_are_used(granularity: str, kv_heads: int) -> No
     ],
     ids=str,
 )
-def test_one_pass_agrees_with_what_it_quantised_and_repeats_itself(spec: AttentionSpec) -> None:
+def test_one_pass_agrees_with_fp64_on_its_operands_and_is_deterministic(spec: AttentionSpec) -> None:
     """Values of blocks of 256 keys differ in size, and so the units in which their products are summed."""
     torch.manual_seed(0)
     kernel = backend.TritonOnePass()
@@ -157,7 +157,7 @@ def test_one_pass_agrees_with_what_it_quantised_and_repeats_itself(spec: Attenti
 
 @pytest.mark.parametrize("name", ["fp8-head", "fp8-onepass"])
 @pytest.mark.parametrize("head_dim", [128, 256])
-def test_runs_in_a_row_are_alike_whatever_lay_in_their_memory(head_dim: int, name: str) -> None:
+def test_consecutive_runs_are_equal_for_any_previous_memory_contents(head_dim: int, name: str) -> None:
     """Nobody waits for the one before, inputs change their sign, and NaN lies where operands and outputs will be."""
     torch.manual_seed(0)
     spec = AttentionSpec.make(batch=1, heads=8, seqlen_q=16384, head_dim=head_dim, mask=Mask(right=0))
@@ -189,5 +189,5 @@ def test_no_output_depends_on_later_tokens(name: str, safe: bool) -> None:
         assert torch.equal(first.out[:, :, :at], second.out[:, :, :at]) == safe
 
 
-def test_more_than_2_to_the_31_elements() -> None:
+def test_more_than_2_to_the_31_elements_agree_with_fp64() -> None:
     many_elements_agree([backend.TritonForward("fp8-token")])

@@ -21,7 +21,7 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9,
 
 @pytest.mark.skipif(not HOPPER, reason="torch sees no Hopper GPU")
 @pytest.mark.parametrize(("kind", "narrow"), sorted({(kind, narrow) for kind, _, narrow in hopper_backward.RINGS}))
-def test_a_kernel_agrees_with_plain_triton_and_fp64_and_repeats_itself(kind: Kind, narrow: bool) -> None:
+def test_a_hopper_kernel_agrees_with_plain_triton_and_fp64_and_is_deterministic(kind: Kind, narrow: bool) -> None:
     """All cases in one process, as long as none hangs."""
     jobs = jobs_of(kind, narrow)
     programs = compiled(launch, jobs, max(1, (os.cpu_count() or 1) - 2))

@@ -20,7 +20,7 @@ MASKS = [Mask(), Mask(right=0), Mask(right=0, alignment=END), Mask(200, 50, END)
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize(("name", "size"), [("fp8", 128), ("fp8-head", 128), ("fp8", 64), ("fp8-token", 128)], ids=str)
-def test_each_sequence_is_what_it_is_alone(name: str, size: int, mask: Mask) -> None:
+def test_each_sequence_has_the_result_that_it_has_alone(name: str, size: int, mask: Mask) -> None:
     """The forward and the fused kernel's dK and dV to the bit; dQ is added up in bf16 in any order.
 
     Of one length the sums in e4m3 have Hopper kernels, packed the plain ones, which round dS in other blocks.
@@ -40,7 +40,7 @@ def test_each_sequence_is_what_it_is_alone(name: str, size: int, mask: Mask) -> 
                 assert bool((x - y).norm() <= most * y.norm() + most / 100), (which, i, backward.name)
 
 
-def test_what_is_not_finite_stays_in_its_sequence() -> None:
+def test_nonfinite_values_stay_in_their_sequence() -> None:
     lengths, sizes = ((300, 300), (1, 1), (77, 77), (1000, 1000)), {"head_dim": 128, "head_dim_v": 128}
     for name, heads in (("fp8", (8, 2)), ("fp8-head", (8, 2)), ("fp8-head", (4, 4)), ("fp8-token", (8, 2))):
         batch = Documents(lengths, Mask(right=0), heads=heads, device=DEVICE, **sizes)
@@ -55,7 +55,7 @@ def test_what_is_not_finite_stays_in_its_sequence() -> None:
                 assert bool((x - y).float().norm() <= 0.02 * y.float().norm())
 
 
-def test_nothing_waits_for_the_device_and_a_graph_replays_other_lengths() -> None:
+def test_packed_calls_do_not_synchronise_and_a_graph_replays_other_lengths() -> None:
     """A replay computes its tables of the lengths that are there then."""
     cu = torch.tensor([0, 500, 1024], dtype=torch.int32, device=DEVICE)
     q, k, v = (torch.randn(1024, heads, 128, device=DEVICE, dtype=torch.bfloat16) for heads in (8, 2, 2))

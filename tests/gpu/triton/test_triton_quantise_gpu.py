@@ -42,7 +42,7 @@ def bits(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_it_is_the_definition_bit_for_bit(granularity, dtype, layout):
+def test_quantisation_equals_the_definition_bit_for_bit(granularity, dtype, layout):
     """Every copy with every other; shapes and formats take the two orders of the transposed copy in turns."""
     shapes = [(2, 4, 1, 64), (1, 4, 129, 80), (2, 2, 1000, 128), (1, 2, 300, 256), (1, 1, 4097, 96), (1, 3, 257, 20)]
     for index, shape in enumerate(shapes):
@@ -76,7 +76,7 @@ def test_the_definition_is_the_same_on_a_gpu_and_a_cpu(granularity, format, dtyp
         assert torch.equal(bits(here.data), bits(there.data))
 
 
-def test_random_quotients_round_as_a_division_does():
+def test_random_quotients_round_like_a_division():
     for seed in range(4):
         x = made((1, 64, 4096, 128), torch.float32, seed=seed)
         assert torch.equal(bits(quantised(x, Recipe("token")).data), bits(quantise(x.cpu(), Recipe("token")).data))
@@ -85,7 +85,7 @@ def test_random_quotients_round_as_a_division_does():
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("dim", [16, 64, 80, 128, 192, 256])
-def test_rotated_and_smoothed_it_is_half_an_ulp_from_the_truth(granularity, dtype, dim):
+def test_rotated_and_smoothed_values_are_within_half_an_ulp(granularity, dtype, dim):
     for smoothing in (False, True):
         x = made((2, 2, 333, dim), dtype) + 2
         recipe = Recipe(granularity, rotation="hadamard", smoothing=smoothing)
@@ -102,7 +102,7 @@ def test_rotated_and_smoothed_it_is_half_an_ulp_from_the_truth(granularity, dtyp
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_what_is_not_finite_spoils_its_group_and_no_other(granularity, value):
+def test_nonfinite_values_affect_only_their_own_group(granularity, value):
     recipe = Recipe(granularity)
     x = made((1, 2, 300, 64), torch.bfloat16)
     x[0, 1, 290, 3] = value
@@ -120,7 +120,7 @@ def test_groups_of_query_heads_share_a_scale():
     assert torch.equal(bits(found.data), bits(wanted.data.reshape(x.shape)))
 
 
-def test_more_elements_than_32_bits_count():
+def test_more_elements_than_32_bits_can_index_are_supported():
     """(1, 128, 131072, 128) as a model lays it out: offsets beyond 2^31 on the way in and out."""
     x = torch.zeros(1, 131072 + 300, 128, 128, dtype=torch.bfloat16, device=DEVICE).transpose(1, 2)
     last = made((1, 1, 400, 128), torch.bfloat16)
@@ -135,7 +135,7 @@ def test_more_elements_than_32_bits_count():
 
 @pytest.mark.parametrize("moved", [False, True], ids=["plain", "rotated and smoothed"])
 @pytest.mark.parametrize("granularity", ["head", "token"])
-def test_a_graph_replays_it(granularity, moved):
+def test_quantisation_can_be_replayed_in_a_graph(granularity, moved):
     x = made((1, 4, 1000, 128), torch.bfloat16)
     other = made(x.shape, torch.bfloat16, seed=1)
     recipe = Recipe(granularity, rotation="hadamard" if moved else "none", smoothing=moved)

@@ -50,7 +50,7 @@ def sources(kernels):
 """
 
 
-def test_a_program_has_one_tile_from_as_many_keys_on_as_the_tile_says() -> None:
+def test_each_program_has_one_tile_from_the_declared_number_of_keys() -> None:
     """Three tiles of 128 queries for each of 2 x 2 heads."""
     tiles = 2 * Extent(2, 257, 1000, None).tiles(128)
     found = [hopper.programs_of(TILE._replace(alone_from=keys), tiles, 1000, 5) for keys in (None, 1001, 1000, 0)]
@@ -59,13 +59,13 @@ def test_a_program_has_one_tile_from_as_many_keys_on_as_the_tile_says() -> None:
     assert hopper.programs_of(TILE._replace(alone_from=0), tiles, None, 5) == 5  # of a table
 
 
-def test_every_hopper_tile_is_one_that_the_kernel_takes() -> None:
+def test_every_hopper_tile_is_valid_for_the_kernel() -> None:
     tiles = [tile for tile in (*TILES.values(), *ONE_PASS.values()) if tile.hopper]
     assert tiles
     assert all(tile.block_m == hopper.BLOCK_M and tile.interleaved and tile.tma for tile in tiles)
 
 
-def test_what_it_serves() -> None:
+def test_only_supported_specs_are_served() -> None:
     assert hopper.serves(SPEC, per_token=False)
     assert not hopper.serves(SPEC, per_token=True)
     assert not hopper.serves(replace(SPEC, softcap=5.0), per_token=False)
@@ -77,7 +77,7 @@ def test_what_it_serves() -> None:
     [((9, 0), "3.6.0", True), ((9, 0), "3.10.1", True), ((9, 0), "3.5.1", False), ((8, 9), "3.6.0", False),
      ((10, 0), "3.6.0", False), ((9, 0), "main", False)],
 )  # fmt: skip
-def test_it_is_for_hopper_and_a_triton_that_it_was_written_for(
+def test_the_kernel_needs_hopper_and_a_supported_triton(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], version: str, runs: bool
 ) -> None:
     monkeypatch.setattr(hopper, "describe", lambda device: Device(device.type, "a GPU", capability))
@@ -88,7 +88,7 @@ def test_it_is_for_hopper_and_a_triton_that_it_was_written_for(
 
 
 @pytest.mark.skipif(not interpreted(), reason="kernels are compiled here, which the tests in tests/gpu run")
-def test_where_it_does_not_serve_the_other_kernel_does() -> None:
+def test_the_plain_kernel_serves_what_the_hopper_kernel_does_not() -> None:
     generator = torch.Generator().manual_seed(0)
     data = [torch.randn(1, 2, 70, 64, generator=generator).to(torch.float8_e4m3fn) for _ in range(3)]
     one = torch.ones(1, 1, 1, 1)

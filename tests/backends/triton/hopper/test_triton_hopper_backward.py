@@ -140,7 +140,7 @@ def test_blocks_are_skipped_and_masked_as_the_mask_says(problem: tuple[int, int,
 
 @needs_interpreter
 @pytest.mark.parametrize("fused", [False, True])
-def test_keys_behind_the_last_count_for_nothing_where_all_scores_are_far_below_theirs(fused: bool) -> None:
+def test_padding_keys_have_no_effect_when_all_scores_are_very_negative(fused: bool) -> None:
     """Theirs are 0, and so far above the log-sum-exp that fp32 has no such P."""
     spec, (q, k, v, grad_out) = make(90, 70, head_dim=64)
     q, k = q / 8 + 4, k / 8 - 4
@@ -152,7 +152,7 @@ def test_keys_behind_the_last_count_for_nothing_where_all_scores_are_far_below_t
 
 @needs_interpreter
 @any_way
-def test_each_head_of_a_group_has_a_scale_of_its_own(how: dict[str, bool]) -> None:
+def test_each_head_of_a_group_has_its_own_scale(how: dict[str, bool]) -> None:
     spec, (q, k, v, grad_out) = make(90, 70, heads=3, head_dim=64)
     q = q * torch.tensor([1.0, 30.0, 0.01])[:, None, None].to(q.dtype)
     check_on_hopper(saved(spec, q, k, v, (HEAD,) * 3), grad_out, kernel(**how))
@@ -172,7 +172,7 @@ def _without_additions_by_tma(patch: pytest.MonkeyPatch) -> None:
 
 @needs_interpreter
 @pytest.mark.parametrize("change", [None, _deterministic, _many_keys, _without_additions_by_tma])
-def test_dq_is_not_summed_in_memory_where_that_costs_bits_or_digits_or_cannot_be_done(
+def test_dq_is_summed_in_memory_only_where_that_is_supported_and_accurate(
     change: Callable[[pytest.MonkeyPatch], None] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, (q, k, v, grad_out) = make(70, 90, head_dim=64)
@@ -186,7 +186,7 @@ def test_dq_is_not_summed_in_memory_where_that_costs_bits_or_digits_or_cannot_be
 
 
 @needs_interpreter
-def test_the_roundings_of_dqs_sums_grow_as_random_steps_do() -> None:
+def test_rounding_errors_of_dq_sums_grow_like_a_random_walk() -> None:
     """The two kernels sum in FP32, and round dS once; here P and its factor are rounded before.
 
     Half the bound is what sums that are random themselves leave.  All scales are powers of two.
@@ -204,7 +204,7 @@ def test_the_roundings_of_dqs_sums_grow_as_random_steps_do() -> None:
 
 @needs_interpreter
 @any_way
-def test_each_block_of_queries_has_a_descale_of_its_own(how: dict[str, bool]) -> None:
+def test_each_block_of_queries_has_its_own_descale(how: dict[str, bool]) -> None:
     """Powers of two, so that the gradient of the output stays exact."""
     spec, (q, k, v, grad_out) = make(270, 70, head_dim=64)
     larger = 2.0 ** (torch.arange(270) // 128 * 3)[:, None]
@@ -216,21 +216,23 @@ def test_each_block_of_queries_has_a_descale_of_its_own(how: dict[str, bool]) ->
 
 @needs_interpreter
 @pytest.mark.parametrize("rings", [(Ring(64, 4), None), (None, Ring(64, 4))], ids=["keys", "queries"])
-def test_one_of_the_kernels_may_be_plain(rings: tuple[Ring | None, Ring | None]) -> None:
+def test_hopper_and_plain_kernels_can_be_combined(rings: tuple[Ring | None, Ring | None]) -> None:
     """In e4m3 each reads transposed copies in its own order."""
     spec, (q, k, v, grad_out) = make(70, 150, head_dim=64)
     check_on_hopper(saved(spec, q, k, v, (HEAD,) * 3), grad_out, kernel(*rings, narrow=True))
 
 
 @needs_interpreter
-def test_longer_blocks_may_pass_by() -> None:
+def test_blocks_of_128_agree_with_fp64() -> None:
     spec, (q, k, v, grad_out) = make(200, 300, mask=Mask(left=150, right=0, alignment="bottom-right"), head_dim=64)
     check_on_hopper(saved(spec, q, k, v, (HEAD,) * 3), grad_out, kernel(Ring(128, 2), Ring(128, 3)))
 
 
 @needs_interpreter
 @any_way
-def test_what_memory_held_before_spoils_nothing(how: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uninitialised_memory_does_not_affect_the_gradients(
+    how: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sums begin at zero and padding is zero, whoever had the memory."""
     spec, (q, k, v, grad_out) = make(70, 90, head_dim=64, head_dim_v=40)
     given_, empty = saved(spec, q, k, v, (HEAD,) * 3), torch.empty
@@ -246,7 +248,7 @@ def test_what_memory_held_before_spoils_nothing(how: dict[str, bool], monkeypatc
 
 
 @needs_interpreter
-def test_partitions_that_wait_for_each_other_are_found() -> None:
+def test_a_deadlock_between_partitions_is_detected() -> None:
     """Three blocks of keys are in use at a time, which two stages do not hold."""
     spec, (q, k, v, grad_out) = make(70, 400, head_dim=64)
     with pytest.raises(DeadlockError):
@@ -267,7 +269,7 @@ def test_partitions_that_wait_for_each_other_are_found() -> None:
         ({"head_dim_v": 32}, (HEAD,) * 3, False),
     ],
 )
-def test_what_they_do_not_serve_the_plain_kernels_do(
+def test_the_plain_kernels_serve_what_the_hopper_kernels_do_not(
     more: dict[str, Any], recipes: tuple[Recipe, ...], narrow: bool
 ) -> None:
     spec, (q, k, v, grad_out) = make(20, 30, **{"head_dim": 64, **more})
@@ -276,7 +278,7 @@ def test_what_they_do_not_serve_the_plain_kernels_do(
     assert not LAUNCHED
 
 
-def test_every_committed_ring_holds_the_blocks_that_are_in_use_at_a_time() -> None:
+def test_every_committed_ring_has_enough_stages_for_its_blocks() -> None:
     """With fewer its partitions wait for each other."""
     for key, tiles in TILES.items():
         for tile, stages in ((tiles.keys, 2), (tiles.queries, 3)):

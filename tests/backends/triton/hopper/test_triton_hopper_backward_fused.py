@@ -86,14 +86,14 @@ def checked(given: Saved, grad: Tensor, ran: Ran) -> Prepared:
     ],
     ids=["heads beside", "longer rows", "not aligned", "fp32", "ragged", "padded"],
 )
-def test_a_gradient_that_lies_otherwise_or_is_not_bf16_is_read_right(
+def test_gradients_of_other_layouts_and_dtypes_are_read_correctly(
     change: Callable[[Tensor], Tensor], more: dict[str, Any], ran: Ran
 ) -> None:
     given, grad = problem(**{"seqlen_q": 128, "mask": Mask(right=0), **more})
     checked(given, change(grad), ran)
 
 
-def test_the_same_gradient_in_place_and_copied_gives_the_same_bits(ran: Ran) -> None:
+def test_a_gradient_read_in_place_gives_the_same_bits_as_a_copy(ran: Ran) -> None:
     """Calls alike but for where dO lies follow each other, so that none may get the other's launch."""
     given, grad = problem(mask=Mask(right=0))
     places = [grad, moved(grad), beside(grad), grad]
@@ -117,7 +117,7 @@ def test_the_same_gradient_in_place_and_copied_gives_the_same_bits(ran: Ran) -> 
     ],
     ids=["another head dimension", "padded V", "rotated", "ragged", "padded", "fp16"],
 )
-def test_dq_has_a_pass_behind_it_only_where_the_sums_are_not_dq(
+def test_a_finishing_pass_runs_only_where_the_sums_are_not_yet_dq(
     more: dict[str, Any], in_place: bool, ran: Ran, launched: list[str]
 ) -> None:
     given, grad = problem(**{"seqlen_q": 128, **more})
@@ -126,7 +126,7 @@ def test_dq_has_a_pass_behind_it_only_where_the_sums_are_not_dq(
 
 
 @pytest.mark.parametrize("recipe", [HEAD, ROTATED], ids=["as it is", "rotated"])
-def test_each_head_of_the_keys_has_scales_of_its_own(recipe: Recipe, ran: Ran) -> None:
+def test_each_key_head_has_its_own_scales(recipe: Recipe, ran: Ran) -> None:
     """dS bears those of K and V, and dK is freed from them again."""
     spec, (q, k, v, grad) = make(70, 90, batch=2, heads=4, kv_heads=2, head_dim=64)
     k = k * torch.tensor([1.0, 0.03, 5.0, 0.2]).view(2, 2, 1, 1)
@@ -145,7 +145,7 @@ def test_each_head_of_the_keys_has_scales_of_its_own(recipe: Recipe, ran: Ran) -
 
 
 @pytest.mark.parametrize(("dtype", "exponent"), every_pair(["bf16", "fp32"], [-90, 60, 110]))
-def test_the_size_of_the_gradient_costs_no_accuracy(exponent: int, dtype: str, ran: Ran) -> None:
+def test_the_magnitude_of_the_gradient_does_not_affect_accuracy(exponent: int, dtype: str, ran: Ran) -> None:
     given, grad = problem(dtype=dtype)
     plain = KERNEL.run(given, grad)
     for x, y in zip(KERNEL.run(given, grad * 2.0**exponent), plain, strict=True):
@@ -153,7 +153,7 @@ def test_the_size_of_the_gradient_costs_no_accuracy(exponent: int, dtype: str, r
 
 
 @pytest.mark.parametrize(("operand", "exponent"), [("k", -60), ("k", 20), ("v", 60)])
-def test_the_size_of_keys_and_values_costs_no_accuracy(operand: str, exponent: int, ran: Ran) -> None:
+def test_the_magnitude_of_keys_and_values_does_not_affect_accuracy(operand: str, exponent: int, ran: Ran) -> None:
     """What K is larger by, Q is smaller by, so that P is the same."""
     spec, (q, k, v, grad) = make(64, 90, head_dim=64)
     plain = KERNEL.run(saved(spec, q, k, v, (HEAD,) * 3), grad)

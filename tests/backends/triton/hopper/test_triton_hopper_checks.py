@@ -32,7 +32,7 @@ LARGER = [
 @pytest.mark.parametrize(
     "right", [SMALL, pytest.param(LARGER, marks=pytest.mark.exhaustive)], ids=["a small case", "larger ones"]
 )
-def test_the_checks_run_emulated_and_name_what_hangs(right: list[Job]) -> None:
+def test_the_checks_run_emulated_and_name_a_hanging_kernel(right: list[Job]) -> None:
     """The emulator finds that two stages do not hold the three blocks of keys that are in use at a time."""
     hung = Job("queries", "odd", Ring(64, 2))
     found = one_by_one(check_all, [right[0], hung, *right[1:]], patience=PATIENCE)
@@ -49,7 +49,7 @@ def test_the_checks_run_emulated_and_name_what_hangs(right: list[Job]) -> None:
     ],
     ids=["off", "not the same"],
 )
-def test_what_is_wrong_is_said(factors: list[float], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_kind_of_error_is_described(factors: list[float], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plain kernel stands in for the Hopper one, its answers spoilt by a factor each time."""
     exact, left = hopper_backward.run, iter(factors)
 
@@ -63,7 +63,7 @@ def test_what_is_wrong_is_said(factors: list[float], message: str, monkeypatch: 
     assert re.search(message, str(problem_of(Job("keys", "one block", Ring(64, 3)))))
 
 
-def test_what_hangs_dies_or_raises_takes_no_other_along() -> None:
+def test_a_job_that_hangs_dies_or_raises_does_not_affect_others() -> None:
     heard: list[Any] = []
     items = ["a", "hangs", "b", "dies", "slow", "raises", "c"]
     found = one_by_one(failing_work.work, items, patience=1.5, heard=heard.append)

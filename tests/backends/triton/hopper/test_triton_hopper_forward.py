@@ -76,7 +76,7 @@ MASKS = st.sampled_from(
     late=st.booleans(),
 )
 @settings(max_examples=examples(4, 50), deadline=None)
-def test_it_computes_exact_attention_on_what_was_quantised(
+def test_the_kernel_agrees_with_exact_attention_on_its_quantised_operands(
     spec: AttentionSpec, kernel: TritonForward, late: bool
 ) -> None:
     _LATE[0] = late
@@ -93,7 +93,7 @@ def test_it_computes_exact_attention_on_what_was_quantised(
     ],
     ids=str,
 )
-def test_committed_tiles_of_one_pass(head_dim: int, late: bool, mask: Mask) -> None:
+def test_committed_one_pass_tiles_agree_with_fp64(head_dim: int, late: bool, mask: Mask) -> None:
     _LATE[0] = late
     spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=260, seqlen_kv=400, head_dim=head_dim, mask=mask)
     kernel = TritonOnePass()
@@ -111,7 +111,7 @@ def test_committed_tiles_of_one_pass(head_dim: int, late: bool, mask: Mask) -> N
     ],
     ids=str,
 )
-def test_heads_that_are_no_power_of_two_come_in_chunks(
+def test_head_dimensions_that_are_not_powers_of_two_agree_with_fp64(
     kernel: TritonForward, head_dim: int, head_dim_v: int, mask: Mask
 ) -> None:
     """Whose keys lie beside another head's, so that what is behind a head is not zero."""
@@ -123,7 +123,7 @@ def test_heads_that_are_no_power_of_two_come_in_chunks(
     agrees(operands, kernel.run(operands))
 
 
-def test_the_kernel_casts_queries_to_the_numbers_of_the_token_recipe() -> None:
+def test_the_kernel_quantises_queries_like_the_token_recipe() -> None:
     """With one key the log-sum-exp is the score: a number of Q that is rounded otherwise changes it by 0.001 or so."""
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=140, seqlen_kv=1, head_dim=64)
     q, k, v = tensors(spec)
@@ -143,7 +143,7 @@ def test_the_kernel_casts_queries_to_the_numbers_of_the_token_recipe() -> None:
     [(1.0, 1e-6, 0.0, 1e6), (1e30, 1e-30, 1e30, 1.0)],
     ids=str,
 )
-def test_blocks_of_values_of_all_sizes_have_units_of_their_own(sizes: tuple[float, ...]) -> None:
+def test_blocks_of_values_of_any_magnitude_have_their_own_scales(sizes: tuple[float, ...]) -> None:
     """Rows that see one block alone are right in its own size, down to 2^-70 of the largest value of the head."""
     spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=256, head_dim=64, mask=Mask(left=20, right=0))
     q, k, v = tensors(spec)
@@ -162,7 +162,7 @@ def test_blocks_of_values_of_all_sizes_have_units_of_their_own(sizes: tuple[floa
         )
 
 
-def test_scores_too_small_for_fp32_are_alike() -> None:
+def test_scores_that_underflow_fp32_are_equal() -> None:
     """Each row's factor is 0 in FP32, and the mask's minus infinity times 0 would be no number."""
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=130, head_dim=64, mask=Mask(right=0))
     q, k, v = tensors(spec)
@@ -172,7 +172,7 @@ def test_scores_too_small_for_fp32_are_alike() -> None:
 
 
 @pytest.mark.parametrize(("which", "what"), every_pair([0, 1, 2], [math.nan, math.inf, -math.inf]))
-def test_what_is_not_finite_stays_visible(which: int, what: float) -> None:
+def test_nonfinite_values_propagate_to_the_output(which: int, what: float) -> None:
     """In a row of Q for that row; in K and V for every row that sees the block."""
     spec = AttentionSpec.make(batch=1, heads=2, kv_heads=2, seqlen_q=80, seqlen_kv=80, head_dim=64)
     operands = tensors(spec)
