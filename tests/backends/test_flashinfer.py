@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import standins_fa as standins
 import torch
-from agreement import descales_are_used, quantised_attention_agrees
+from agreement import assert_descales_are_used, assert_quantised_attention_agrees
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from problems import Problem, problems
@@ -73,7 +73,7 @@ def test_the_kernel_agrees_with_exact_attention_on_its_quantised_operands(proble
     mask = Mask(right=0, alignment=problem.spec.mask.alignment) if causal else Mask()
     spec = problem.spec.replace(direction="forward", softcap=0.0, mask=mask)
     assume(not KERNEL.refusals(spec, H200))
-    quantised_attention_agrees(KERNEL, spec, problem)
+    assert_quantised_attention_agrees(KERNEL, spec, problem)
 
 
 @given(st.sampled_from(["tensor", "head"]), st.sampled_from([(80, 80), (64, 16), (8, 130)]), st.integers(0, 2**31))
@@ -81,4 +81,4 @@ def test_the_kernel_agrees_with_exact_attention_on_its_quantised_operands(proble
 def test_descales_of_any_size_are_used(granularity: str, dims: tuple[int, int], seed: int) -> None:
     spec = SPEC.replace(head_dim=dims[0], head_dim_v=dims[1], dtype="e4m3", descale=granularity)
     assert KERNEL.refusals(spec, H200) == []
-    descales_are_used(KERNEL, spec, seed)
+    assert_descales_are_used(KERNEL, spec, seed)

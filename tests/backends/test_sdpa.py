@@ -7,7 +7,7 @@ from itertools import permutations
 
 import pytest
 import torch
-from agreement import both_passes_agree
+from agreement import assert_both_passes_agree
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from packed import Documents, answers, documents
@@ -52,7 +52,7 @@ def test_cpu_kernels_agree_with_dense_fp64(problem: Problem, family: str, foreig
     assume(not forward.refusals(spec, CPU))
     assert backward.refusals(spec, CPU) == []
     assert backward.cannot_follow(forward, CPU) is None
-    assert both_passes_agree(forward, backward, problem, CPU, foreign)
+    assert assert_both_passes_agree(forward, backward, problem, CPU, foreign)
 
 
 @pytest.mark.parametrize("name", ON_CPU)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import standins_fa as standins
 import torch
-from agreement import quantised_attention_agrees
+from agreement import assert_quantised_attention_agrees
 from hypothesis import assume, given, settings
 from problems import Problem, problems
 from torch import Tensor
@@ -55,7 +55,7 @@ def torch_on_a_cpu() -> Iterator[None]:
 def test_the_kernel_agrees_with_exact_attention_on_its_quantised_operands(problem: Problem) -> None:
     spec = problem.spec.replace(direction="forward")
     assume(not KERNEL.refusals(spec, H200))
-    quantised_attention_agrees(KERNEL, spec, problem)
+    assert_quantised_attention_agrees(KERNEL, spec, problem)
 
 
 def test_no_attention_implementation_is_activated_in_torch() -> None:

@@ -31,7 +31,7 @@ from attnbench.harness.compare.gate.sides import Question, Sides
 from attnbench.kernels.devices import find
 from attnbench.kernels.plan import Plan
 
-SOURCE = "injected_slowdowns:registry_of_slowed"
+SOURCE = "injected_slowdowns:slowed_registry"
 SIZES = {"cuda": (0.03, 0.05, 0.1), "cpu": (0.05, 0.1)}
 RECORDED = 20  # rounds of a generation
 PAIRS = {"cuda": ("triton:fp8", "sdpa-cudnn:bf16"), "cpu": ("sdpa-flash:bf16", "sdpa-math:bf16")}

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from scripted_workers import Shop
+from scripted_workers import LocalWorkers
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -18,6 +18,6 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def shop(monkeypatch: pytest.MonkeyPatch) -> Shop:
+def local_workers(monkeypatch: pytest.MonkeyPatch) -> LocalWorkers:
     """Workers of a sweep that live in the test."""
-    return Shop(monkeypatch)
+    return LocalWorkers(monkeypatch)

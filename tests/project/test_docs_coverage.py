@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from figures_coverage import HEADERS, coverage_rows
 from places import ROOT
-from submission_rows import H200, honest
+from submission_rows import H200, valid_rows
 
 from attnbench.harness.results.condense import join_sweeps
 from attnbench.tables.environment import Environment
@@ -23,7 +23,7 @@ def cells(place: Path) -> dict[str, str]:
 
 
 def save(path: Path, environment: Environment = H200, factor: float = 1.0) -> None:
-    join_sweeps({"rows": honest(environment, factor)}).condensed().save(path)
+    join_sweeps({"rows": valid_rows(environment, factor)}).condensed().save(path)
 
 
 @pytest.fixture

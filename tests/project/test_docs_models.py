@@ -6,7 +6,7 @@ from pathlib import Path
 
 from figures_models import model_tables
 from markdown_it import MarkdownIt
-from report_rows import GPU, elsewhere, later, lost, row
+from report_rows import GPU, at_later_time, failed_row, in_environment, row
 
 from attnbench.harness.cases.models import model_layers
 from attnbench.harness.results.records import Measurement
@@ -54,8 +54,8 @@ def page(place: Path) -> list[list[list[str]]]:
 
 
 def test_a_layer_without_fp8_has_the_reason(tmp_path: Path) -> None:
-    refused = [lost("triton:fp8", "refused", "needs | `D` <= *8*\n<b>x</b>", FORWARD)]
-    refused += [lost("te:fp8", "unavailable", "is not installed", FORWARD)]
+    refused = [failed_row("triton:fp8", "refused", "needs | `D` <= *8*\n<b>x</b>", FORWARD)]
+    refused += [failed_row("te:fp8", "unavailable", "is not installed", FORWARD)]
     _, (_, layer) = page(written(tmp_path, [*SWEEP[:3], *refused]))
     assert layer[6] == "refused: needs | `D` <= *8* <b>x</b>"
     _, (_, layer) = page(written(tmp_path, [*SWEEP[:3], SWEEP[4], *refused]))
@@ -66,8 +66,8 @@ def test_a_layer_without_fp8_has_the_reason(tmp_path: Path) -> None:
 
 def test_the_newest_row_of_all_files_counts_and_each_gpu_has_its_tables(tmp_path: Path) -> None:
     written(tmp_path, SWEEP)
-    written(tmp_path, [later(row("triton:fp8", 1.5, 0.07, spec=FORWARD))], name="measurements-1.jsonl")
-    written(tmp_path, [elsewhere(each, device_name="A <b>|GPU") for each in SWEEP], gpu="other")
+    written(tmp_path, [at_later_time(row("triton:fp8", 1.5, 0.07, spec=FORWARD))], name="measurements-1.jsonl")
+    written(tmp_path, [in_environment(each, device_name="A <b>|GPU") for each in SWEEP], gpu="other")
     text = model_tables(tmp_path, registry())
     assert f"### {GPU.device_name}\n" in text
     assert "### A &#60;b&#62;&#124;GPU\n" in text

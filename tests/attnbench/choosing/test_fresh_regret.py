@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 from command_line import attnbench, fails
 from fakes import FakeForward, an_environment, fake_backend, fake_registry
-from formula_tables import KNOWN, LAWS, MASKS, lawful, spec
+from formula_tables import FORMULAS, KNOWN, MASKS, formula_table, spec
 
 from attnbench import Plan
 from attnbench.choosing.fresh_regret import contenders, fresh_scores, summary_of
@@ -18,17 +18,17 @@ from attnbench.tables.user_table import Known
 FRESH = [spec(3000, mask=mask) for mask in MASKS]
 
 
-def truth(laws=LAWS, specs=FRESH):
-    return lawful(laws, specs)
+def truth(laws=FORMULAS, specs=FRESH):
+    return formula_table(laws, specs)
 
 
 def scores(of=None, tables=None):
-    return list(fresh_scores(of or truth(), Known.of(tables or lawful()), KNOWN))
+    return list(fresh_scores(of or truth(), Known.of(tables or formula_table()), KNOWN))
 
 
 def test_choices_are_scored_at_the_host_speed_of_the_tables():
     """What a slow host made equally long is as fast as its device on one that is twice as fast."""
-    slow, fast = (name for name, (_, _, error) in LAWS.items() if error < 0.01)
+    slow, fast = (name for name, (_, _, error) in FORMULAS.items() if error < 0.01)
     parts = {slow: (0.9, 0.8), fast: (1.0, 0.2)}
     entries = [
         Entry(at, Plan.parse(name), "ok", max(part), 0.0, {"outlier": 0.002}, host_ms=part[0], device_ms=part[1])
@@ -37,7 +37,8 @@ def test_choices_are_scored_at_the_host_speed_of_the_tables():
     ]
     measured = Table.from_entries(an_environment(), entries, 0.02)
     best = {
-        launch: {each.best for each in scores(measured, replace(lawful(), launch_ms=launch))} for launch in (0.02, 0.01)
+        launch: {each.best for each in scores(measured, replace(formula_table(), launch_ms=launch))}
+        for launch in (0.02, 0.01)
     }
     assert best == {0.02: {Plan.parse(slow)}, 0.01: {Plan.parse(fast)}}
 
@@ -50,8 +51,8 @@ def test_contenders_include_the_choices_and_exclude_plans_that_are_surely_slower
         fake_backend("slow", FakeForward("slow:bf16"), FakeForward("slow:fp8")),
         fake_backend("new", FakeForward("new:bf16")),
     )
-    laws = LAWS | {"slow:bf16": (0.1, 9.0, 0.002), "slow:fp8": (0.1, 9.0, 0.06)}
-    tables = Known.of(lawful(laws))
+    laws = FORMULAS | {"slow:bf16": (0.1, 9.0, 0.002), "slow:fp8": (0.1, 9.0, 0.06)}
+    tables = Known.of(formula_table(laws))
     new = Plan.parse("new:bf16")
     plans = [near, far, slow, new, Plan.parse("far:fp8"), Plan.parse("slow:fp8")]
     here = an_environment()
@@ -73,8 +74,8 @@ def test_plans_that_must_be_compiled_are_excluded_earlier(compiles):
         fake_backend("near", FakeForward("near:bf16")),
         fake_backend("other", FakeForward("other:bf16"), compiles=compiles),
     )
-    laws = {"near:bf16": LAWS["near:bf16"], "other:bf16": (0.02, 2.7, 0.002)}
-    tables = Known.of(lawful(laws))
+    laws = {"near:bf16": FORMULAS["near:bf16"], "other:bf16": (0.02, 2.7, 0.002)}
+    tables = Known.of(formula_table(laws))
     here = an_environment()
     for at in FRESH:
         found = contenders(at, [near, other], tables, known, Device(here.device_type, here.device_name))
@@ -86,14 +87,14 @@ def test_entries_for_the_scored_shape_itself_are_ignored():
     """A table that claims the slow plan to be fast at the fresh shape alone: by it, the choice would be wrong."""
     at = FRESH[0]
     lie = Entry(at, Plan.parse("near:bf16"), "ok", 1e-6, 1e-9, {"outlier": 0.002})
-    table = Table(lawful().environment, dict(lawful().entries) | {(at, lie.plan): lie})
-    plain, lied = ([(each.plan, each.basis) for each in scores(truth(), tables)] for tables in (lawful(), table))
+    table = Table(formula_table().environment, dict(formula_table().entries) | {(at, lie.plan): lie})
+    plain, lied = ([(each.plan, each.basis) for each in scores(truth(), tables)] for tables in (formula_table(), table))
     assert plain == lied
 
 
 def test_a_fast_choice_beyond_its_budget_is_a_failure():
     """far:fp8 was seen at 0.06 and is 0.5 off at the fresh shapes."""
-    wild = truth(LAWS | {"far:fp8": (0.3, 0.1, 0.5)})
+    wild = truth(FORMULAS | {"far:fp8": (0.3, 0.1, 0.5)})
     found = [each for each in scores(wild) if each.plan == Plan.parse("far:fp8")]
     assert found
     assert all(each.violated for each in found)
@@ -121,7 +122,7 @@ def scattering(plans, table, specs=FRESH):
 @pytest.mark.parametrize("hidden", ["the choice", "the best"])
 def test_choices_with_noisy_times_are_not_scored(hidden):
     """By 16 bits near:bf16 is chosen at both shapes, which takes nine times as long as far:bf16 at the second."""
-    slow = truth(LAWS | {"near:bf16": (0.02, 9.0, 0.002)}, FRESH[1:])
+    slow = truth(FORMULAS | {"near:bf16": (0.02, 9.0, 0.002)}, FRESH[1:])
     both = replace(truth(), entries={**truth(specs=FRESH[:1]).entries, **slow.entries})
     (plain,) = summary_of(each for each in scores(both) if not each.asked.fp8)
     assert (plain.choices, plain.unsteady) == (2, 0)
@@ -143,18 +144,18 @@ check = partial(attnbench, "table", "check")
 def test_the_command_reports_noisy_times_and_fails_if_all_are_noisy(tmp_path, monkeypatch):
     monkeypatch.setattr("attnbench.kernels.registry.registry", lambda: KNOWN)
     mine, fresh = tmp_path / "mine.json", tmp_path / "fresh.json"
-    lawful().save(mine)
-    scattering(LAWS, truth(specs=FRESH[:1])).save(fresh)
+    formula_table().save(mine)
+    scattering(FORMULAS, truth(specs=FRESH[:1])).save(fresh)
     fails(check(mine, "--on", fresh), 2, "every time scatters by more than 20%", "idle")
-    table = scattering(LAWS, truth(specs=FRESH[:1]))
+    table = scattering(FORMULAS, truth(specs=FRESH[:1]))
     replace(table, entries={**table.entries, **truth(specs=FRESH[1:]).entries}).save(fresh)
     run = check(mine, "--on", fresh)
     assert run.returncode == 0
     assert "2 of 4 choices are not scored" in run.stdout
     assert "regret" not in run.stdout  # of which none that counts was above 10 %
 
-    slow = truth(LAWS | {"near:bf16": (0.02, 9.0, 0.002)}, FRESH[1:])
-    for lost, listed in ((slow, True), (scattering(LAWS, slow), False)):
+    slow = truth(FORMULAS | {"near:bf16": (0.02, 9.0, 0.002)}, FRESH[1:])
+    for lost, listed in ((slow, True), (scattering(FORMULAS, slow), False)):
         replace(table, entries={**truth(specs=FRESH[:1]).entries, **lost.entries}).save(fresh)
         assert (str(FRESH[1]) in check(mine, "--on", fresh).stdout) is listed
 
@@ -162,14 +163,14 @@ def test_the_command_reports_noisy_times_and_fails_if_all_are_noisy(tmp_path, mo
 def test_the_command_scores_results_without_measuring_and_exits_by_the_bounds(tmp_path, monkeypatch):
     monkeypatch.setattr("attnbench.kernels.registry.registry", lambda: KNOWN)
     mine, fresh = tmp_path / "mine.json", tmp_path / "fresh.json"
-    lawful().save(mine)
+    formula_table().save(mine)
     truth().save(fresh)
     run = check(mine, "--on", fresh, "--format", "json")
     assert run.returncode == 0
     data = json.loads(run.stdout)
     assert data["passed"]
     assert {each["regret"] for each in data["choices"]} == {0.0}
-    truth(LAWS | {"near:bf16": (0.02, 9.0, 0.002), "far:fp8": (0.3, 9.0, 0.06)}).save(fresh)
+    truth(FORMULAS | {"near:bf16": (0.02, 9.0, 0.002), "far:fp8": (0.3, 9.0, 0.06)}).save(fresh)
     run = check(mine, "--on", fresh)
     assert run.returncode == 1
     assert "failed: 2 shapes" in run.stdout
@@ -179,7 +180,7 @@ def test_the_command_scales_a_table_of_another_gpu_to_that_of_the_results(tmp_pa
     monkeypatch.setattr("attnbench.kernels.registry.registry", lambda: KNOWN)
     mine, fresh = tmp_path / "mine.json", tmp_path / "fresh.json"
     there = replace(an_environment(), device_type="cuda", device_name="NVIDIA H200", capability="9.0")
-    replace(lawful(), environment=there).save(mine)
+    replace(formula_table(), environment=there).save(mine)
     for name, basis in (("NVIDIA H100 80GB HBM3", {"scaled"}), ("NVIDIA H200", {"predicted"})):
         replace(truth(), environment=replace(there, device_name=name)).save(fresh)
         shown = json.loads(check(mine, "--on", fresh, "--format", "json").stdout)

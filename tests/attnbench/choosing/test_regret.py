@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 from command_line import attnbench
 from fakes import an_environment
-from formula_tables import KNOWN, LAWS, LENGTHS, entry, lawful, spec
+from formula_tables import FORMULAS, KNOWN, LENGTHS, entry, formula_table, spec
 from places import ROOT
 
 from attnbench import AttentionSpec, Mask, Plan
@@ -41,7 +41,7 @@ def shuffled(table: Table, seed: int = 0) -> Table:
 
 def test_an_error_above_the_neighbours_prediction_counts_as_a_violation():
     def with_error_at(length: int) -> list[Score]:
-        table = lawful({**LAWS, "far:fp8": (0.001, 0.1, 0.06)}, PLAIN)
+        table = formula_table({**FORMULAS, "far:fp8": (0.001, 0.1, 0.06)}, PLAIN)
         bad = spec(length)
         wild = entry(bad, "far:fp8", 0.001, 0.5)
         return list(held_out(Table(table.environment, {**table.entries, (bad, wild.plan): wild}), KNOWN))
@@ -56,7 +56,7 @@ def test_an_error_above_the_neighbours_prediction_counts_as_a_violation():
 
 def test_time_lost_by_rejecting_unproven_fp8_is_counted_as_caution():
     """Far in front everywhere, and never chosen at the longest shape, to which no measured one reaches up."""
-    table = lawful({**LAWS, "far:fp8": (0.001, 0.1, 0.06)}, PLAIN)
+    table = formula_table({**FORMULAS, "far:fp8": (0.001, 0.1, 0.06)}, PLAIN)
     for each in held_out(table, KNOWN, questions=[Asked(True)]):
         if each.spec.seqlen_q == LENGTHS[-1]:
             assert not each.plan.fp8
@@ -81,8 +81,8 @@ def test_summaries_are_of_the_ratios():
 
 
 def test_auto_is_compared_with_each_backend_and_with_torchs_default():
-    laws = {**LAWS, "sdpa-flash:bf16": (0.02, 3.0, 0.002)}
-    table = lawful(laws)
+    laws = {**FORMULAS, "sdpa-flash:bf16": (0.02, 3.0, 0.002)}
+    table = formula_table(laws)
     only_short = {spec(512), spec(512, mask=Mask(right=0))}
     cudnn = [entry(at, "sdpa-cudnn:bf16", 1.0, 0.002) for at in only_short]
     table = Table(table.environment, {**table.entries, **{(each.spec, each.plan): each for each in cudnn}})
@@ -117,11 +117,13 @@ def test_the_shipped_table_meets_the_regret_bounds_for_every_split():
     assert all(summary.geometric_mean <= 0.025 and summary.percentile_95 <= 0.16 for summary in summaries)
 
 
-@pytest.mark.parametrize(("make", "code", "last"), [(lawful, 0, "passed"), (lambda: shuffled(lawful()), 1, "failed")])
+@pytest.mark.parametrize(
+    ("make", "code", "last"), [(formula_table, 0, "passed"), (lambda: shuffled(formula_table()), 1, "failed")]
+)
 def test_the_command_reports_whether_regret_is_within_the_bounds(tmp_path, make, code, last):
     laws = make()
     names = {"near:bf16": "sdpa-flash:bf16", "far:bf16": "sdpa-cudnn:bf16", "far:fp8": "fa3:fp8"}
-    assert set(names) == set(LAWS)
+    assert set(names) == set(FORMULAS)
     entries = [replace(each, plan=Plan(names[str(each.plan)])) for each in laws.entries.values()]
     file = tmp_path / "table.json"
     Table.from_entries(laws.environment, entries).save(file)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import expect, named
+from command_line import expect, fails_in_one_line
 
 from attnbench.kernels.registry import Registry, registry
 from attnbench.testing.conformance import suite
@@ -44,10 +44,10 @@ def test_a_bad_kernel_exits_1_and_says_which_check_failed(tmp_path: Path) -> Non
 
 
 def test_an_unknown_backend_is_misuse() -> None:
-    named(check("nobody", code=2), 2, "nobody", "there are", "sdpa-flash")
+    fails_in_one_line(check("nobody", code=2), 2, "nobody", "there are", "sdpa-flash")
 
 
 def test_an_unwritable_report_path_is_reported_before_any_check(tmp_path: Path) -> None:
     run = check(GOOD, "--output", tmp_path / "missing" / "report.md", code=1)
-    named(run, 1, "report.md cannot be written")
+    fails_in_one_line(run, 1, "report.md cannot be written")
     assert not run.stdout

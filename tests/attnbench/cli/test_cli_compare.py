@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from command_line import expect
 from compared import row, slowed, times, written
-from row_facts import changed
+from row_facts import with_facts
 
 MARKUP = 'x" <script>alert(1)</script> | [a](b) & ]]> \x1b[31m \x00 \ud7ff \ufffe'
 
@@ -73,7 +73,7 @@ def test_an_uncertain_row_that_may_be_slower_is_listed(tmp_path):
 def test_the_text_output_says_what_regressed_and_why(tmp_path):
     rows = [row(case, seed=seed) for seed, case in enumerate("abcdef")]
     slow, worse, _, far, *same = rows
-    worse = changed(worse, error={"normal": {"out": 0.1, "lse": 1e-7}, "outlier": {"out": 0.08}})
+    worse = with_facts(worse, error={"normal": {"out": 0.1, "lse": 1e-7}, "outlier": {"out": 0.08}})
     far = far.model_copy(update={"environment": replace(far.environment, device_name="NVIDIA H20")})
     base = written(tmp_path / "base", rows)
     new = written(tmp_path / "new", [slowed(slow, 1.5), worse, far, *same])

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from command_line import SHAPE, attnbench, fails, named
+from command_line import SHAPE, attnbench, fails, fails_in_one_line
 
 LONG = "9" * 10_000
 
@@ -25,26 +25,32 @@ def test_misuse_of_options_exits_2(arguments: tuple[str, ...], said: str) -> Non
 
 
 def test_a_named_backend_that_refuses_exits_1_with_reasons_and_alternatives() -> None:
-    named(attnbench("explain", *SHAPE, "--backend", "sdpa-cudnn", "--device", "cpu"), 1, "sdpa-cudnn", "Plans that can")
+    fails_in_one_line(
+        attnbench("explain", *SHAPE, "--backend", "sdpa-cudnn", "--device", "cpu"), 1, "sdpa-cudnn", "Plans that can"
+    )
 
 
 def test_results_without_a_measurement_are_misuse(tmp_path: Path) -> None:
     (tmp_path / "measurements.jsonl").touch()
-    named(attnbench("table", "build", tmp_path), 2, "holds no measurement")
+    fails_in_one_line(attnbench("table", "build", tmp_path), 2, "holds no measurement")
 
 
 def test_a_malformed_table_is_named(tmp_path: Path) -> None:
     (tmp_path / "table.json").write_text('{\n"schema": }\n')
-    named(attnbench("table", "show", tmp_path / "table.json"), 2, f"{tmp_path / 'table.json'}:2: expected JSON")
+    fails_in_one_line(
+        attnbench("table", "show", tmp_path / "table.json"), 2, f"{tmp_path / 'table.json'}:2: expected JSON"
+    )
 
 
 def test_a_missing_table_message_says_how_to_make_one() -> None:
-    named(attnbench("table", "show"), 1, "attnbench sweep")
+    fails_in_one_line(attnbench("table", "show"), 1, "attnbench sweep")
 
 
 def test_an_unwritable_output_folder_exits_1(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    named(attnbench("sweep", "--device", "cpu", "--out", tmp_path / "file" / "results"), 1, "cannot be written")
+    fails_in_one_line(
+        attnbench("sweep", "--device", "cpu", "--out", tmp_path / "file" / "results"), 1, "cannot be written"
+    )
 
 
 @pytest.mark.parametrize(
@@ -87,5 +93,5 @@ def test_an_unwritable_output_folder_exits_1(tmp_path: Path) -> None:
 )
 def test_misuse_of_values_exits_2_with_one_short_line(arguments: tuple[str, ...], said: str) -> None:
     run = attnbench(*arguments)
-    named(run, 2, said)
+    fails_in_one_line(run, 2, said)
     assert len(run.stderr) < 1000

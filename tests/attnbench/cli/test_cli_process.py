@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from command_line import SHAPE, attnbench, named, process
+from command_line import SHAPE, attnbench, fails_in_one_line, process
 from patience import PATIENCE
 
 # Text that typer writes, text beyond Python's buffer, and text that waits in it until the end.
@@ -32,7 +32,9 @@ def test_a_full_disk_under_standard_output_is_reported_once(
 ) -> None:
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     with open("/dev/full", "w") as full:
-        named(process(*command, capture_output=False, stdout=full, stderr=subprocess.PIPE), 1, "No space left")
+        fails_in_one_line(
+            process(*command, capture_output=False, stdout=full, stderr=subprocess.PIPE), 1, "No space left"
+        )
 
 
 def test_an_interrupt_exits_130_without_a_traceback(tmp_path: Path) -> None:

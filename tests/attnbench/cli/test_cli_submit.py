@@ -7,16 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from command_line import Run, attnbench, fails, named
+from command_line import Run, attnbench, fails, fails_in_one_line
 from compared import written
 from places import ROOT
-from report_rows import lost
-from row_facts import changed
-from submission_rows import H200, SPECS, honest, visited
+from report_rows import failed_row
+from row_facts import with_facts
+from submission_rows import H200, SPECS, valid_rows, with_visits
 
 from attnbench.tables.table import Table
 
-ROWS = honest()
+ROWS = valid_rows()
 H900 = replace(H200, device_name="NVIDIA H900")
 
 
@@ -46,7 +46,7 @@ def test_valid_results_produce_a_file_named_after_the_device(here: Path, tmp_pat
 
 
 def test_rows_without_two_consistent_visits_are_excluded_and_counted(here: Path, tmp_path: Path) -> None:
-    rows = [visited(row, row.median_ms(), 3 * row.median_ms()) for row in ROWS[:4]] + ROWS[4:]
+    rows = [with_visits(row, row.median_ms(), 3 * row.median_ms()) for row in ROWS[:4]] + ROWS[4:]
     run = attnbench("submit", written(tmp_path / "mine", rows))
     assert run.returncode == 0, run.stderr
     assert "4 of 36 rows are left out" in run.stdout
@@ -55,8 +55,8 @@ def test_rows_without_two_consistent_visits_are_excluded_and_counted(here: Path,
 
 def test_all_reasons_are_listed_and_the_old_file_is_kept(here: Path, tmp_path: Path) -> None:
     (here / "nvidia-h200.json").write_text("mine")
-    rows = [changed(ROWS[0], error={"normal": {"out": 0.3}}), *ROWS[1:5]]
-    rows.append(lost("fa3:fp8", "crashed", "in /home/alice/\x1b[2Jx.py", SPECS[0], environment=H200))
+    rows = [with_facts(ROWS[0], error={"normal": {"out": 0.3}}), *ROWS[1:5]]
+    rows.append(failed_row("fa3:fp8", "crashed", "in /home/alice/\x1b[2Jx.py", SPECS[0], environment=H200))
     broken = written(tmp_path / "broken", ROWS[5:7])
     text = (broken / "measurements.jsonl").read_text()
     (broken / "measurements.jsonl").write_text(re.sub(r'"out":[\d.e-]+', '"out":NaN', text, count=1))
@@ -71,7 +71,7 @@ def test_all_reasons_are_listed_and_the_old_file_is_kept(here: Path, tmp_path: P
 
 
 def test_a_gpu_of_unknown_peak_gets_a_message_that_says_what_to_add(here: Path, tmp_path: Path) -> None:
-    run = attnbench("submit", written(tmp_path / "mine", [changed(row, environment=H900) for row in ROWS]))
+    run = attnbench("submit", written(tmp_path / "mine", [with_facts(row, environment=H900) for row in ROWS]))
     fails(run, 1, "the peak of NVIDIA H900 is not known", "harness/results/peaks.py")
     assert list(here.iterdir()) == []
 
@@ -82,7 +82,7 @@ def test_the_first_table_of_a_gpu_is_proposed_as_the_shipped_one(
     from attnbench.harness.results.peaks import PEAK_TFLOPS
 
     monkeypatch.setitem(PEAK_TFLOPS, "NVIDIA H900", PEAK_TFLOPS["NVIDIA H200"])
-    run = attnbench("submit", written(tmp_path / "mine", [changed(row, environment=H900) for row in ROWS]))
+    run = attnbench("submit", written(tmp_path / "mine", [with_facts(row, environment=H900) for row in ROWS]))
     assert "with this file as attnbench/tables/nvidia-h900.json and its rows below results/nvidia-h900/" in run.stdout
 
 
@@ -121,12 +121,12 @@ def test_a_hand_edited_table_is_detected(here: Path, tmp_path: Path) -> None:
 def test_misuse_and_unwritable_paths_are_reported(here: Path, tmp_path: Path) -> None:
     mine = written(tmp_path / "mine", ROWS)
     (here / "file").touch()
-    named(attnbench("submit", mine, "-o", here / "file" / "x.json"), 1, "cannot be written")
+    fails_in_one_line(attnbench("submit", mine, "-o", here / "file" / "x.json"), 1, "cannot be written")
     fails(attnbench("submit", written(tmp_path / "none", [])), 1, "there is no measurement")
     empty = tmp_path / "empty"
     empty.mkdir()
     fails(attnbench("submit", mine, empty), 1, "empty/measurements.jsonl")
     table = ROOT / "attnbench" / "tables" / "nvidia-h200.json"
-    named(attnbench("submit", table, mine), 2, "either one table")
-    named(attnbench("submit", table, "-o", here / "x.json"), 2, "either one table")
+    fails_in_one_line(attnbench("submit", table, mine), 2, "either one table")
+    fails_in_one_line(attnbench("submit", table, "-o", here / "x.json"), 2, "either one table")
     assert [path.name for path in here.iterdir()] == ["file"]

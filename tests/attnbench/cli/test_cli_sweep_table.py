@@ -6,7 +6,7 @@ from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
-from command_line import attnbench, named
+from command_line import attnbench, fails_in_one_line
 from sweep_parts import HERE, ROWS
 
 from attnbench.errors import OutputError
@@ -128,7 +128,7 @@ def test_an_uncreatable_output_folder_is_an_error_before_measuring(own_cache, mo
     (own_cache / "file").write_text("")
     monkeypatch.setenv("XDG_DATA_HOME", str(own_cache / "file"))
     arguments = ("sweep", "--device", "cpu", "--backends", "sdpa-math")
-    named(attnbench(*arguments), 1, "cannot be written: Not a directory; name another with --out")
+    fails_in_one_line(attnbench(*arguments), 1, "cannot be written: Not a directory; name another with --out")
 
 
 @pytest.mark.parametrize("home", ["unknown to platformdirs", "as older versions say it"])
@@ -144,7 +144,7 @@ def test_without_a_home_folder_explain_works_and_sweep_reports_an_error(home, ow
     run = attnbench("explain", "--heads", "1", "--seqlen", "8", "--head-dim", "8", "--device", "cpu")
     assert run.returncode == 0, run.stderr
     arguments = ("sweep", "--device", "cpu", "--backends", "sdpa-math")
-    named(attnbench(*arguments), 1, "no home folder to write in; set HOME or XDG_DATA_HOME")
+    fails_in_one_line(attnbench(*arguments), 1, "no home folder to write in; set HOME or XDG_DATA_HOME")
     with pytest.raises(OutputError, match="XDG_CACHE_HOME"):
         update_user_table(Table.from_entries(HERE, []))
     assert os.listdir(tmp_path) == []

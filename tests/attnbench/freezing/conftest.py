@@ -4,14 +4,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from frozen_fakes import planted
+from frozen_fakes import fake_choices
 
 from attnbench.kernels.registry import Registry
 
 
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Registry]]:
-    with planted(monkeypatch) as use:
+    with fake_choices(monkeypatch) as use:
         yield use
 
 

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from fakes import FakeForward, fake_backend, fake_registry
-from frozen_fakes import CPU, ENTRIES, SPECS, install, kernels, plans, rewritten, spec, table
+from frozen_fakes import CPU, ENTRIES, SPECS, frozen_plans, install, kernels, replace_in_file, spec, table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -95,7 +95,7 @@ def test_a_missing_spec_is_an_error_recorded_or_chosen(fakes, path):
     assert path.read_bytes() == before
     with freeze(path):
         assert choose(spec(seqlen_q=7), CPU).basis == "frozen"
-    assert len(plans(path)) == 2
+    assert len(frozen_plans(path)) == 2
 
 
 @pytest.mark.parametrize("missing", ["raise", "choose"])
@@ -120,8 +120,8 @@ def test_a_single_run_does_not_reread_or_reserialise_its_choices(fakes, path, mo
         for length in range(1, 21):
             choose(spec(seqlen_q=length), CPU)
         assert read.call_count <= 3
-        assert spelt.call_count == 20 == len(plans(path))
-        rewritten(path, "slow", "fast")
+        assert spelt.call_count == 20 == len(frozen_plans(path))
+        replace_in_file(path, "slow", "fast")
         reads = read.call_count
         choose(spec(seqlen_q=21), CPU)
         assert read.call_count > reads  # what others write is seen
@@ -150,7 +150,7 @@ def test_a_recorded_plan_that_cannot_run_here_is_refused_with_reasons(fakes, pat
     if kind in answers:
         known._availability["fast"] = answers[kind]
     elif kind == "unknown":
-        rewritten(path, "fast", "fats")
+        replace_in_file(path, "fast", "fats")
     else:
         monkeypatch.setattr(known.forward("fast:bf16"), "refusals", lambda *_: ["needs another head size"])
     words = {
@@ -236,7 +236,7 @@ def test_another_model_of_gpu_is_refused_at_the_start_when_cuda_is_initialised(m
 
 def test_a_file_replaced_by_another_machines_during_a_run_is_refused(models, recorded, path):
     with freeze(path):
-        rewritten(path, H200, H100)
+        replace_in_file(path, H200, H100)
         for asked in (GPU, CPU):
             with pytest.raises(FrozenError, match="recorded on NVIDIA H100"):
                 choose(spec(seqlen_q=7), asked)

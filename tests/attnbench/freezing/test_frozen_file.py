@@ -6,7 +6,7 @@ import string
 from pathlib import Path
 
 import pytest
-from file_corruption import flipped, restructured, spliced
+from file_corruption import flip_bits, restructure_json, splice
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -97,7 +97,7 @@ def path(tmp_path) -> Path:
 def test_damaged_files_are_errors_or_valid_choices(path):
     whole, chance, good, said = path.read_bytes(), random.Random(0), 0, []
     for number in range(FILES):
-        path.write_bytes([restructured, flipped, spliced][number % 3](whole, chance))
+        path.write_bytes([restructure_json, flip_bits, splice][number % 3](whole, chance))
         try:
             content = Frozen.load(path)
         except MalformedFileError as error:

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 from dense import dense_attention, dense_gradients, relative_l2
-from guard_faults import BOUND, NAME, PLAN, calls_until_found, in_one_head, noise, one_value, step, within
+from guard_faults import BOUND, NAME, PLAN, calls_until_found, in_one_head, is_close, noise, one_value, step
 from problems import tensors
 from safetensors import safe_open
 
@@ -58,7 +58,7 @@ def test_a_drift_is_found_when_it_begins(planted):
     (found,) = watch.breaches
     assert (str(found.plan), found.tensor, found.bound) == (NAME, "out", BOUND)
     assert found.spec == explain(*x).spec
-    assert within(found.error, 1.5 * BOUND, 0.2)
+    assert is_close(found.error, 1.5 * BOUND, 0.2)
     assert found.call == found.check - 1
 
 
@@ -199,7 +199,7 @@ def test_saved_tensors_reproduce_the_error(planted, tmp_path, name):
         (dq,) = torch.autograd.grad(out, q, kept["grad_out"])
         error = relative_l2(dq, dense_gradients(q, k, v, kept["grad_out"], call.spec)[0])
     assert error > 10 * BOUND
-    assert within(found.error, error, 0.6)
+    assert is_close(found.error, error, 0.6)
 
 
 def test_fp8_inputs_are_saved_with_their_scales(planted, tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from choices import CPU, KNOWN, entry, spec
 from fakes import an_environment
-from file_corruption import flipped, restructured, spliced
+from file_corruption import flip_bits, restructure_json, splice
 
 from attnbench import AttentionSpec, Mask, Plan
 from attnbench.choosing.selector import choose
@@ -69,7 +69,7 @@ def recoded(whole: bytes, chance: random.Random) -> bytes:
     return whole.decode().encode(chance.choice(["utf-16", "utf-32", "utf-8-sig", "utf-7", "cp037"]))
 
 
-MUTATIONS = [restructured] * 4 + [flipped, flipped, truncated, spliced, spliced, digit, digit, recoded]
+MUTATIONS = [restructure_json] * 4 + [flip_bits, flip_bits, truncated, splice, splice, digit, digit, recoded]
 
 
 def outcome(path: Path) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from conforming import ROW, Backward, Forward
-from logging_kernel import NOTED, Noting
+from logging_kernel import LOG_FILE, LoggingForward
 from logging_kernel import registry as noting
 from nonconforming import BACKWARDS, FORWARDS, ShortSums
 
@@ -230,9 +230,9 @@ MINE = Backend("mine", "a test's", lambda: Availability(version="1"), (Forward()
 def test_specs_are_rehearsed_in_other_processes_even_if_one_dies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(NOTED, str(tmp_path / "noted"))
+    monkeypatch.setenv(LOG_FILE, str(tmp_path / "noted"))
     monkeypatch.setattr(worker_pool, "usable_cores", lambda: 2)
-    subject = Subject(Plan(Noting.name), CPU, noting(), seed=3)
+    subject = Subject(Plan(LoggingForward.name), CPU, noting(), seed=3)
     rehearse([subject], Setting(CPU, 3, "logging_kernel:registry"), 2**33)
     lines = [line.partition(" ") for line in (tmp_path / "noted").read_text().splitlines()]
     assert str(os.getpid()) not in {process for process, _, _ in lines}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from places import ROOT
-from submission_rows import H200, honest
+from submission_rows import H200, valid_rows
 
 from attnbench.errors import MalformedFileError
 from attnbench.harness.results.condense import join_sweeps
@@ -13,7 +13,7 @@ from attnbench.tables.table import Table
 from attnbench.testing.conformance.file import read_report, report_faults, uncovered
 from attnbench.testing.conformance.report import Finding, Outcome, Report
 
-TABLE = join_sweeps({"a folder": honest()})
+TABLE = join_sweeps({"a folder": valid_rows()})
 COMMITTED = sorted((ROOT / "results").glob("*/conformance/*.md"))
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from planted import in_haste
-from scripted_workers import Shop
+from scripted_workers import LocalWorkers
 
 from attnbench.harness.measure.timing import Timer
 from attnbench.testing import examination as examining
@@ -20,7 +20,7 @@ ALIVE = [fault for fault in FAULTS if fault.status not in ("crashed", "timeout")
 def examination():
     """Each fault's row, of kernels that run in this process."""
     with pytest.MonkeyPatch.context() as patch:
-        Shop(patch)
+        LocalWorkers(patch)
         patch.setattr(examining, "FAULTS", ALIVE)
         patch.setattr(Timer, "for_device", in_haste)
         return list(sweep_faults(CPU))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from agreement import both_passes_agree
+from agreement import assert_both_passes_agree
 from dense import dense_attention, dense_gradients, relative_l2
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -51,7 +51,7 @@ def backward_of(backend: Backend, precision: str) -> BackwardKernel:
 def test_sixteen_bit_kernels_refuse_or_agree_with_fp64_in_both_passes(backend: Backend, problem: Problem) -> None:
     forward, backward = forward_of(backend, problem.spec.dtype), backward_of(backend, problem.spec.dtype)
     assume(forward.refusals(problem.spec, H200) == [])
-    assume(both_passes_agree(forward, backward, problem, H200))
+    assume(assert_both_passes_agree(forward, backward, problem, H200))
 
 
 MASKS = st.sampled_from([Mask(), CAUSAL, END, Mask(9, 0), Mask(5, 3, "bottom-right")])

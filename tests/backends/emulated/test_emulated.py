@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from dense import dense_attention, dense_gradients, probabilities, relative_l2, visible
-from emulated_passes import RECIPES, both, tensors
+from emulated_passes import RECIPES, run_both_passes, tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,7 +49,7 @@ def test_both_passes_agree_with_exact_attention_up_to_the_rounding_of_p_and_ds(s
         spec = spec.replace(softcap=0.0)
     q, k, v, grad_out = tensors(spec, seed, strided)
     before = [x.clone() for x in (q, k, v, grad_out)]
-    operands, out, lse, grads = both(recipe, spec, q, k, v, grad_out)
+    operands, out, lse, grads = run_both_passes(recipe, spec, q, k, v, grad_out)
     assert all(torch.equal(x, y) for x, y in zip(before, (q, k, v, grad_out), strict=True))
     seen_q, seen_k, seen_v = operands.tensors()
     (truth, true_lse), (p, _) = dense_attention(seen_q, seen_k, seen_v, spec), probabilities(seen_q, seen_k, spec)
@@ -95,7 +95,7 @@ def test_the_error_on_normal_inputs_is_close_below_the_declared_error(recipe, ma
     )  # fmt: skip
     q, k, v, grad_out = tensors(spec)
     forward, backward = emulate(recipe)
-    _, out, _, grads = both(recipe, spec, q, k, v, grad_out)
+    _, out, _, grads = run_both_passes(recipe, spec, q, k, v, grad_out)
     truth, true_grads = dense_attention(q, k, v, spec)[0], dense_gradients(q, k, v, grad_out, spec)
     assert 0.5 * forward.declared_error < relative_l2(out, truth) < forward.declared_error
     worst = max(relative_l2(x, y) for x, y in zip(grads, true_grads, strict=True))

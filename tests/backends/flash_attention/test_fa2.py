@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import standins_fa as standins
 import torch
-from agreement import both_passes_agree
+from agreement import assert_both_passes_agree
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from problems import Problem, problems
@@ -45,4 +45,4 @@ def test_both_passes_agree_with_dense_fp64(problem: Problem, foreign: bool) -> N
     assume(not forward.refusals(spec, H200))
     assert backward.refusals(spec, H200) == []
     with standins.modules(**FLASH_ATTN):
-        assert both_passes_agree(forward, backward, problem, H200, foreign)
+        assert assert_both_passes_agree(forward, backward, problem, H200, foreign)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import standins_fa as standins
 import torch
-from agreement import both_passes_agree, descales_are_used, quantised_attention_agrees
+from agreement import assert_both_passes_agree, assert_descales_are_used, assert_quantised_attention_agrees
 from dense import dense_attention, dense_gradients, distance, relative_l2
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -64,7 +64,7 @@ def test_sixteen_bit_kernels_agree_with_dense_fp64(problem: Problem, foreign: bo
     with standins.modules(**(SGLANG if sglang else official())):
         forward, backward = FORWARDS[f"fa3:{spec.dtype}"], BACKWARDS[f"fa3:{spec.dtype}"]
         assume(not forward.refusals(spec, H200))
-        served = both_passes_agree(forward, backward, problem, H200, foreign)
+        served = assert_both_passes_agree(forward, backward, problem, H200, foreign)
         assert served != sglang
         assert not sglang or backward.refusals(spec, H200) == ["the build from sglang has no backward"]
 
@@ -76,7 +76,7 @@ def test_fp8_agrees_with_exact_attention_on_its_quantised_operands(problem: Prob
     forward = FORWARDS["fa3:fp8"]
     with standins.modules(**SGLANG):
         assume(not forward.refusals(spec, H200))
-        operands = quantised_attention_agrees(forward, spec, problem)
+        operands = assert_quantised_attention_agrees(forward, spec, problem)
     for given_, stands in zip(tensors_of(problem), operands.tensors(torch.float64), strict=False):
         assert distance(stands, given_.double()) <= 0.05
     grouped = operands.q.descale.view(spec.batch, spec.kv_heads, spec.group)
@@ -91,7 +91,7 @@ def test_vllms_operator_agrees_with_exact_attention_on_its_inputs(problem: Probl
     kernel = next(each for each in fa3_vllm.BACKEND.kernels if each.name == f"fa3-vllm:{name}")
     assume(not kernel.refusals(spec, H200))
     with standins.modules(vllm={}, vllm__vllm_flash_attn={}, vllm__vllm_flash_attn___vllm_fa3_C={}):
-        quantised_attention_agrees(kernel, spec, problem)
+        assert_quantised_attention_agrees(kernel, spec, problem)
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "head"])
@@ -103,7 +103,7 @@ def test_given_descales_are_applied_to_each_head(granularity: str, kv_heads: int
     )  # fmt: skip
     with standins.modules(**SGLANG):
         assert FORWARDS["fa3:fp8"].refusals(spec, H200) == []
-        descales_are_used(FORWARDS["fa3:fp8"], spec, 3)
+        assert_descales_are_used(FORWARDS["fa3:fp8"], spec, 3)
 
 
 @given(st.integers(1, 256), st.integers(1, 256), st.booleans(), st.booleans())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from agreement import both_passes_agree
+from agreement import assert_both_passes_agree
 from dense import dense_attention, relative_l2
 from hypothesis import assume, example, given
 from problems import Problem, problems, tensors_of
@@ -38,7 +38,7 @@ def test_fa4_refuses_or_agrees_with_fp64_in_both_passes(problem: Problem) -> Non
     spec = problem.spec
     forward, backward = FORWARDS[f"fa4:{spec.dtype}"], BACKWARDS[f"fa4:{spec.dtype}"]
     assume(forward.refusals(spec, H200) == [])
-    assert both_passes_agree(forward, backward, problem, H200)
+    assert assert_both_passes_agree(forward, backward, problem, H200)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

@@ -8,7 +8,7 @@ from dataclasses import replace
 import dense
 import pytest
 import torch
-from backward_problems import LONG, check, exactly_eight_bits, make, saved
+from backward_problems import LONG, check, make, rounded_to_e4m3, saved
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from problems import Problem, problems
@@ -49,7 +49,7 @@ def test_any_small_problem_agrees_with_fp64_on_its_operands(
     q, k, v, grad_out = (x.transpose(1, 2) if problem.layout == "bshd" else x for x in problem.tensors())
     rotation = "hadamard" if rotated else "none"
     recipes = tuple(Recipe(each, rotation=rotation) for each in granularities)
-    grad_out.copy_(exactly_eight_bits(grad_out))
+    grad_out.copy_(rounded_to_e4m3(grad_out))
     kept = grad_out.clone()
     check(kernel, saved(problem.spec, q, k, v, recipes), grad_out, ALLOWED[kernel.name])
     assert torch.equal(grad_out, kept)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from compiled_for_hopper import printed
+from compiled_for_hopper import json_output_of
 
 pytest.importorskip("triton", minversion="3.6")
 
@@ -42,7 +42,7 @@ OTHERS = [
 def test_quantisation_kernels_of_every_recipe_compile(
     cases: list[tuple[str, str, str, int, int]], tmp_path: Path
 ) -> None:
-    assert printed(QUANTISE, folder=tmp_path, said=cases) == [2 if case[0] == "head" else 1 for case in cases]
+    assert json_output_of(QUANTISE, folder=tmp_path, said=cases) == [2 if case[0] == "head" else 1 for case in cases]
 
 
 PACKED = """
@@ -92,7 +92,7 @@ print(json.dumps([each.metadata.name for each in hoppers]))
     ids=["fp8", "onepass"],
 )
 def test_the_kernels_of_a_packed_batch_compile(forward: str, kernels: list[str], tmp_path: Path) -> None:
-    assert printed(PACKED, forward, folder=tmp_path) == kernels
+    assert json_output_of(PACKED, forward, folder=tmp_path) == kernels
 
 
 HASH = """
@@ -115,6 +115,6 @@ print(json.dumps(found))
 
 def test_a_kernels_hash_does_not_depend_on_earlier_runs(tmp_path: Path) -> None:
     """By which compiled code is found on the disk."""
-    forwards, backwards = (printed(HASH, step, folder=tmp_path) for step in ("1", "-1"))
+    forwards, backwards = (json_output_of(HASH, step, folder=tmp_path) for step in ("1", "-1"))
     assert len(forwards) > 10
     assert forwards == backwards

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from backward_problems import beside, make, moved, saved, wider
+from backward_problems import interleaved_heads, make, misaligned, saved, with_row_padding
 from torch import Tensor
 
 from attnbench import AttentionSpec, Mask
@@ -82,13 +82,17 @@ def program_of(argument: Any) -> Any:
 
 
 Change = Callable[[Quantised], Quantised]
-MEMORY: dict[str, Callable[[Tensor], Tensor]] = {"moved": moved, "beside": beside, "wider": wider}
+MEMORY: dict[str, Callable[[Tensor], Tensor]] = {
+    "moved": misaligned,
+    "beside": interleaved_heads,
+    "wider": with_row_padding,
+}
 DATA: dict[str, Change] = {
     name: lambda x, to=to: replace(x, data=to(x.data.view(torch.uint8)).view(x.data.dtype))
     for name, to in MEMORY.items()
 }
 DESCALES: dict[str, Change] = {
-    "moved": lambda x: replace(x, descale=moved(x.descale)),
+    "moved": lambda x: replace(x, descale=misaligned(x.descale)),
     "apart": lambda x: replace(x, descale=torch.stack([x.descale, -x.descale], -1)[..., 0]),
     "fp64": lambda x: replace(x, descale=x.descale.double()),
     "every token's": lambda x: replace(x, descale=x.descale.expand(-1, -1, x.data.shape[2], -1).contiguous()),
@@ -110,7 +114,7 @@ def variants() -> list[tuple[str, Saved, Tensor]]:
     for name, to in MEMORY.items():
         found.append((f"out {name}", Saved(operands, to(out), lse), grad))
         found.append((f"grad {name}", plain, to(grad)))
-    found.append(("lse beside", Saved(operands, out, beside(lse[..., None])[..., 0]), grad))
+    found.append(("lse beside", Saved(operands, out, interleaved_heads(lse[..., None])[..., 0]), grad))
     found.append(("fp32 out", Saved(operands, out.float(), lse), grad))
     found.append(("fp32 grad", plain, grad.float()))
     found.append(("constant grad", plain, torch.ones(1, dtype=grad.dtype).expand(grad.shape)))

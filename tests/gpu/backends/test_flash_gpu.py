@@ -8,7 +8,7 @@ from __future__ import annotations
 import dense
 import pytest
 from agreement_sweep import Truth
-from gpu_checks import DEVICE, descales_are_used, many_elements_agree
+from gpu_checks import DEVICE, assert_descales_are_used, assert_many_elements_agree
 from torch import Tensor
 
 from attnbench import AttentionSpec, Mask
@@ -32,12 +32,12 @@ def present(family: Backend) -> None:
 @pytest.mark.parametrize("kv_heads", [8, 2])
 def test_descales_of_random_size_are_used(name: str, kv_heads: int) -> None:
     present(FAMILIES[name.startswith("fa3-vllm")])
-    descales_are_used(FORWARDS[name], kv_heads, lengths=(200, 300), mask=Mask())
+    assert_descales_are_used(FORWARDS[name], kv_heads, lengths=(200, 300), mask=Mask())
 
 
 def test_more_than_2_to_the_31_elements_agree_with_fp64() -> None:
     present(fa3.BACKEND)
-    many_elements_agree(FORWARDS[name] for name in ("fa3:bf16", "fa3:fp8"))
+    assert_many_elements_agree(FORWARDS[name] for name in ("fa3:bf16", "fa3:fp8"))
 
 
 def _called(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:

@@ -17,10 +17,10 @@ import standins_fa
 import torch
 from gpu_checks import (
     DEVICE,
-    descales_are_used,
-    is_wrong_at_a_scale_below_zero,
-    many_elements_agree,
-    quantising_forward_agrees,
+    assert_descales_are_used,
+    assert_many_elements_agree,
+    assert_quantising_forward_agrees,
+    assert_wrong_at_a_negative_scale,
 )
 from torch import Tensor
 from torch.nn import attention
@@ -115,23 +115,23 @@ def test_each_kernel_refuses_or_agrees_with_dense_fp64(name: str, kernel: Forwar
         for i, ((sq, skv), mask, (d, dv, group)) in enumerate(itertools.product(case.lengths, case.masks, case.heads))
     ]  # fmt: skip
     few = 1 if dtype == "bf16" or name.startswith("sage") else 4
-    quantising_forward_agrees(kernel, list(dict.fromkeys(made))[::few], case.floor, print)
+    assert_quantising_forward_agrees(kernel, list(dict.fromkeys(made))[::few], case.floor, print)
 
 
 @with_descales
 @pytest.mark.parametrize("kv_heads", [8, 2])
 def test_descales_of_random_size_are_used(kernel: ForwardKernel, kv_heads: int) -> None:
-    descales_are_used(kernel, kv_heads, lengths=(300, 300), mask=Mask(right=0))
+    assert_descales_are_used(kernel, kv_heads, lengths=(300, 300), mask=Mask(right=0))
 
 
 @with_descales
 def test_a_refused_nonpositive_scale_gives_a_wrong_result(kernel: ForwardKernel) -> None:
-    is_wrong_at_a_scale_below_zero(kernel)
+    assert_wrong_at_a_negative_scale(kernel)
 
 
 @pytest.mark.parametrize("name", ["flashinfer"])
 def test_more_than_2_to_the_31_elements_agree_with_fp64(kernel: ForwardKernel) -> None:
-    many_elements_agree([kernel])
+    assert_many_elements_agree([kernel])
 
 
 @pytest.mark.parametrize("name", ["flashinfer"])

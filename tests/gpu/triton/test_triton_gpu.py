@@ -8,7 +8,7 @@ import dense
 import pytest
 import torch
 from agreement_sweep import Sweep, Truth
-from gpu_checks import DEVICE, many_elements_agree
+from gpu_checks import DEVICE, assert_many_elements_agree
 
 from attnbench import AttentionSpec, Mask
 from attnbench.backends import triton as backend
@@ -190,4 +190,4 @@ def test_no_output_depends_on_later_tokens(name: str, safe: bool) -> None:
 
 
 def test_more_than_2_to_the_31_elements_agree_with_fp64() -> None:
-    many_elements_agree([backend.TritonForward("fp8-token")])
+    assert_many_elements_agree([backend.TritonForward("fp8-token")])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from compiled_for_hopper import compiled
 from hopper_backward import Job, Kind, check_all, jobs_of, launch, wrong
-from supervised_work import one_by_one
+from supervised_work import run_one_by_one
 
 pytest.importorskip("triton", minversion="3.6")
 
@@ -27,5 +27,7 @@ def test_a_hopper_kernel_agrees_with_plain_triton_and_fp64_and_is_deterministic(
     programs = compiled(launch, jobs, max(1, (os.cpu_count() or 1) - 2))
     found: dict[Job, Any] = {job: program.problem for job, program in programs.items() if program.problem}
     sound = [job for job in jobs if job not in found]
-    found |= one_by_one(check_all, sound, patience=PATIENCE, limit=300.0, hopeless=lambda lost, job: len(lost) >= HUNG)
+    found |= run_one_by_one(
+        check_all, sound, patience=PATIENCE, limit=300.0, give_up=lambda lost, job: len(lost) >= HUNG
+    )
     assert not (problems := wrong(jobs, found)), "\n".join(problems)

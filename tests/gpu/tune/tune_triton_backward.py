@@ -33,7 +33,7 @@ sys.path.extend(str(Path(__file__).parents[2] / "support" / each) for each in ("
 
 from compiled_for_hopper import Program, compiled
 from hopper_backward import PLAIN, RINGS, SAME, Kind, run, sums_off
-from supervised_work import Begun, Done, one_by_one
+from supervised_work import ItemDone, ItemStarted, run_one_by_one
 
 from attnbench import AttentionSpec, Mask
 from attnbench.backends.triton.backward.tiles import DEFAULT, Tile, TileKey, Tiles
@@ -150,7 +150,7 @@ def measure(ends: float, jobs: list[Job], say: Callable[[Any], None]) -> None:
             running = finalists(by_length[length])
         for job in cell:
             taken = {length: each[job] for length, each in by_length.items() if job in each}
-            say(Done(job, Wrong(wrong[job]) if job in wrong else taken))
+            say(ItemDone(job, Wrong(wrong[job]) if job in wrong else taken))
 
 
 def times(
@@ -160,7 +160,7 @@ def times(
     calls: dict[Job, Callable[[], tuple[Tensor, ...]]] = {}
     bench = wanted = None
     for job in jobs:
-        say(Begun(job))
+        say(ItemStarted(job))
         bench = bench or Bench(job.key, length, "cuda")
         call = bench.call(job)
         try:
@@ -180,7 +180,7 @@ def times(
     taken: dict[Job, list[float]] = {job: [] for job in calls}
     for _ in range(rounds):
         for job in (*calls, *list(calls)[::-1]):
-            say(Begun(job))
+            say(ItemStarted(job))
             taken[job] += timer.take(calls[job]).device_ms
     return {job: statistics.median(each) for job, each in taken.items()}
 
@@ -244,7 +244,7 @@ def show(jobs: Sequence[Job], found: Mapping[Job, Any]) -> None:
         print(f"    {said(job.tile):36}", *rates, reason, flush=True)
 
 
-def hopeless(lost: Sequence[Job], job: Job) -> bool:
+def give_up(lost: Sequence[Job], job: Job) -> bool:
     """Whether the same tile was lost with another mask, or two rings of the same kernel were."""
     alike = {x.tile for x in lost if (x.kind, x.key.head_dim) == (job.kind, job.key.head_dim)}
     return job.tile in alike or (job.tile.hopper is not None and sum(tile.hopper is not None for tile in alike) >= 2)
@@ -272,7 +272,7 @@ def main() -> None:
     programs = compile_all(jobs, asked.processes, ends - (1 - COMPILING) * asked.seconds)
     wrong = {job: Wrong(program.problem) for job, program in programs.items() if program.problem}
     sound, limit = [job for job in jobs if job not in wrong], ends - time.monotonic() + PATIENCE
-    found = wrong | one_by_one(partial(measure, ends), sound, patience=PATIENCE, limit=limit, hopeless=hopeless)
+    found = wrong | run_one_by_one(partial(measure, ends), sound, patience=PATIENCE, limit=limit, give_up=give_up)
     for _, cell in itertools.groupby(jobs, key=lambda job: job[:2]):
         show(list(cell), found)
     lines = []

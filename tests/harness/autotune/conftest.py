@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from autotune_setup import measuring_nothing, paced_kernels
+from autotune_setup import delayed_kernels_installed, record_work
 
 from attnbench.harness.autotune.deadline import Work
 
@@ -12,14 +12,14 @@ from attnbench.harness.autotune.deadline import Work
 @pytest.fixture
 def planted() -> Iterator[None]:
     """Kernels of which the first in the declared order is the slowest."""
-    with paced_kernels():
+    with delayed_kernels_installed():
         yield
 
 
 @pytest.fixture
 def unmeasured(planted: None, monkeypatch: pytest.MonkeyPatch) -> list[Work]:
     """Nothing is measured; the answer lists what would have been, in order."""
-    return measuring_nothing(monkeypatch)
+    return record_work(monkeypatch)
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import delayed_kernels
 import numpy as np
 import pytest
 import torch
-from autotune_setup import BREAKS, FAST, SLOW, children, entries, own_path, replayed, rows_of, tensors
-from delayed_kernels import HOW, spec
+from autotune_setup import BREAKS, FAST, SLOW, children, entries, own_path, replay_rows, rows_of, tensors
+from delayed_kernels import BREAKS_HOW, spec
 
 import attnbench
 from attnbench import api, attention, explain
@@ -24,7 +24,7 @@ def unread():
 
 
 def test_the_fastest_is_chosen_by_measurement_and_the_user_s_program_is_left_alone(planted, monkeypatch):
-    monkeypatch.setenv(HOW, "dies")  # which costs that plan alone
+    monkeypatch.setenv(BREAKS_HOW, "dies")  # which costs that plan alone
     others = children()
     x = tensors()
     before = attention(*x)
@@ -82,7 +82,7 @@ def test_a_compiled_program_runs_what_was_measured(planted, compiled_anew, monke
 
     function = torch.compile(lambda q, k, v: attention(q, k, v), backend="eager", fullgraph=True)
     monkeypatch.setattr(watching, "active", Watcher())
-    monkeypatch.setattr(tuning, "measured_within", replayed(rows_of(32)))
+    monkeypatch.setattr(tuning, "measured_within", replay_rows(rows_of(32)))
     with torch.no_grad():
         with attnbench.autotune(120, backends=FAST) as tuned:
             function(*tensors())

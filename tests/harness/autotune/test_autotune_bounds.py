@@ -12,7 +12,7 @@ from autotune_setup import (
     own_path,
     tensors,
 )
-from delayed_kernels import HANG_SECONDS, HOW, spec
+from delayed_kernels import BREAKS_HOW, HANG_SECONDS, spec
 
 import attnbench
 from attnbench import attention, explain
@@ -22,7 +22,7 @@ from attnbench.harness.autotune.tuning import alone
 
 
 def test_a_deadline_ends_a_plan_that_hangs_and_leaves_no_process(planted, monkeypatch):
-    monkeypatch.setenv(HOW, "hangs")
+    monkeypatch.setenv(BREAKS_HOW, "hangs")
     others = children()
     start = time.monotonic()
     tuned = attnbench.autotune(2).measure([spec()], "cpu")

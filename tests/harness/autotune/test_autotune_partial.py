@@ -3,7 +3,7 @@
 import autotune_setup
 import delayed_kernels
 import pytest
-from autotune_setup import BREAKS, FAST, FP8, SLOW, entries, measuring_nothing, own_path, replayed, tensors
+from autotune_setup import BREAKS, FAST, FP8, SLOW, entries, own_path, record_work, replay_rows, tensors
 from delayed_kernels import spec
 from planted import setup
 
@@ -25,13 +25,13 @@ def row(plan, call_ms=None, length=64, fp8_error=0.05):
 
 def tuned_by(monkeypatch, *rows, seconds=60, **how):
     with monkeypatch.context() as patch:
-        patch.setattr(tuning, "measured_within", replayed(rows))
+        patch.setattr(tuning, "measured_within", replay_rows(rows))
         return attnbench.autotune(seconds, **how).measure([spec(64)], "cpu")
 
 
 def to_be_measured(**how):
     with pytest.MonkeyPatch.context() as patch:
-        works = measuring_nothing(patch)
+        works = record_work(patch)
         tuned = attnbench.autotune(60, **how).measure([spec(64)], "cpu")
     return [list(map(str, plans)) for _, plans in works], tuned
 
@@ -88,7 +88,7 @@ def test_fp8_is_measured_for_who_opens_it_and_chosen_for_nobody_else(monkeypatch
     rows = [row(plan, ms) for plan, ms in {SLOW: 30.0, FAST: 10.0, BREAKS: 30.0, FP8: 1.0}.items()]
     tuned_by(monkeypatch, *rows, backends=FAST)
     assert entries(own_path()) == {spec(64): {SLOW, FAST}}  # what is chosen now is measured beside what was named
-    monkeypatch.setattr(tuning, "measured_within", replayed(rows))
+    monkeypatch.setattr(tuning, "measured_within", replay_rows(rows))
     with attnbench.autotune(120) as tuned:
         attention(*tensors(64))
         attention(*tensors(64), max_error=0.5)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import attnbench, named
+from command_line import attnbench, fails_in_one_line
 from compared import row, times, written
 from places import SUPPORT
 from scripted_sides import Sides
-from scripted_workers import Shop
+from scripted_workers import LocalWorkers
 
 from attnbench.harness.compare.gate import run as gating
 from attnbench.harness.compare.gate.rounds import ROUNDS, Rounds, rounds_text
@@ -27,7 +27,7 @@ from attnbench.tables.environment import Environment
 SPEC = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, head_dim=64)
 SPECS = {"tiny": SPEC, "shorter": SPEC.replace(seqlen_q=128, seqlen_kv=128)}
 PLAN = "sdpa-flash:bf16"
-SOURCE = "injected_slowdowns:registry_of_slowed"
+SOURCE = "injected_slowdowns:slowed_registry"
 
 
 def measured(case="tiny", cpu=None, **changes):
@@ -50,7 +50,7 @@ def base(tmp_path_factory):
 
 
 def test_a_gate_looks_at_a_row_visits_both_sides_and_keeps_the_rounds(base, tmp_path, monkeypatch):
-    Shop(monkeypatch)
+    LocalWorkers(monkeypatch)
     monkeypatch.setattr(gating, "Sides", lambda *_: Sides(lambda side, *_: float(side == "NEW")))
     folder, said = tmp_path / "new", []
     asked = folder, Terms(limits=Limits(time=0.5)), torch.device("cpu"), Path(sys.executable), 5.0
@@ -78,7 +78,7 @@ ADVICE = {
 def test_a_gate_that_is_not_certain_says_what_would_make_it_certain(
     tmp_path, monkeypatch, noise, limit, recorded, minutes, advice
 ):
-    Shop(monkeypatch)
+    LocalWorkers(monkeypatch)
     sides = Sides(lambda *_: noise * sides.rng.uniform(-1, 1))
     monkeypatch.setattr(gating, "Sides", lambda *_: sides)
     base = written(tmp_path / "base", [measured()])
@@ -119,17 +119,19 @@ def test_what_takes_much_longer_is_slower_and_the_other_row_is_not(base, tmp_pat
 def test_an_environment_without_a_gate_is_said_before_anything_is_measured(base, tmp_path):
     old = python(tmp_path, "old", f'exec {sys.executable} -I -S "$@"')
     run = attnbench("gate", "--base", base, "--base-python", old, "--out", tmp_path / "out")
-    named(run, 2, f"{old} has no attnbench with a gate")
+    fails_in_one_line(run, 2, f"{old} has no attnbench with a gate")
     assert not (tmp_path / "out").exists()
 
 
 def test_what_cannot_be_gated_is_refused_in_a_line(base, tmp_path):
-    named(attnbench("gate", "--base", base, "--case", "another"), 2, "has no case 'another'")
-    named(attnbench("gate", "--base", base, "--minutes", "1e12"), 2, "--minutes 1000000000000.0: expected at most")
+    fails_in_one_line(attnbench("gate", "--base", base, "--case", "another"), 2, "has no case 'another'")
+    fails_in_one_line(
+        attnbench("gate", "--base", base, "--minutes", "1e12"), 2, "--minutes 1000000000000.0: expected at most"
+    )
     emulated = written(tmp_path / "emulated", [measured(emulated=True)])
-    named(attnbench("gate", "--base", emulated), 2, "has no row to gate")
+    fails_in_one_line(attnbench("gate", "--base", emulated), 2, "has no row to gate")
     far = written(tmp_path / "far", [measured(cpu="another")])
-    named(attnbench("gate", "--base", far), 3, "another machine", "--base-python")
+    fails_in_one_line(attnbench("gate", "--base", far), 3, "another machine", "--base-python")
     damaged = written(tmp_path / "damaged", [measured()])
     (damaged / ROUNDS).write_text('{"schema": "attnbench.rounds/1", "case": 3}\n')
-    named(attnbench("gate", "--base", damaged), 2, f"{ROUNDS}:1")
+    fails_in_one_line(attnbench("gate", "--base", damaged), 2, f"{ROUNDS}:1")

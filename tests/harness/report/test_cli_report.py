@@ -8,8 +8,8 @@ from html import unescape
 import pytest
 from command_line import expect
 from planted import in_haste
-from report_rows import a_sweep
-from scripted_workers import Shop
+from report_rows import sweep_rows
+from scripted_workers import LocalWorkers
 from small_training import run_of
 
 from attnbench.harness.measure.timing import Timer
@@ -27,7 +27,7 @@ def folder(monkeypatch, tmp_path):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("results")
-    (folder / "measurements.jsonl").write_text("".join(row.to_line() + "\n" for row in a_sweep()))
+    (folder / "measurements.jsonl").write_text("".join(row.to_line() + "\n" for row in sweep_rows()))
     runs = [run_of([3, 2, 1], role) for role in ("candidate", "baseline")]
     (folder / "training.jsonl").write_text("".join(run.to_line() + "\n" for run in runs))
     return folder
@@ -83,7 +83,7 @@ def swept(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
         patch.setattr(Timer, "for_device", in_haste)
-        Shop(patch)
+        LocalWorkers(patch)
         asked = ("--device", "cpu", "--preset", folder / "tiny.yaml", "--backends", names, "--out", folder / "a")
         expect("sweep", *asked)
     return folder
@@ -100,7 +100,7 @@ def test_the_command_of_a_row_measures_that_row_again(swept, tmp_path, monkeypat
     subprocess.run(taken, shell=True, cwd=tmp_path, check=True)
     words = (tmp_path / "words").read_text().split("\0")[:-1]
     monkeypatch.setattr(Timer, "for_device", in_haste)
-    Shop(monkeypatch)
+    LocalWorkers(monkeypatch)
     (again,) = json.loads(expect(*words, "--format", "json").stdout)
     (before,) = [
         row for row in read_measurements(swept / "a" / "measurements.jsonl") if str(row.plan) == "emulated:fp8"

@@ -8,8 +8,19 @@ from fakes import an_environment
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from places import RESULTS
-from report_rows import CAUSAL, LEARNT, SQUARE, Structure, a_sweep, elsewhere, later, lost, row, told
-from row_facts import changed
+from report_rows import (
+    CAUSAL,
+    LEARNT,
+    SQUARE,
+    Structure,
+    at_later_time,
+    failed_row,
+    hostile_results,
+    in_environment,
+    row,
+    sweep_rows,
+)
+from row_facts import with_facts
 from small_training import run_of
 
 from attnbench.choosing.regret import QUESTIONS, Asked
@@ -51,24 +62,24 @@ def write(folder, rows, name="measurements.jsonl"):
 
 
 def test_the_fastest_plan_within_each_budget_is_chosen_and_never_a_wrong_one():
-    square = case(machine(a_sweep()), SQUARE)
+    square = case(machine(sweep_rows()), SQUARE)
     assert square.answer.plan == Plan.parse("fa3:fp8")  # flex:fp8 is faster, and out of bounds
     assert square.answers[WIDE].plan == square.answers[Asked(True, 0.05)].plan == Plan.parse("fa3:bf16")
     assert square.speed(Plan.parse("fa3:fp8")) == pytest.approx(2, rel=0.01)
-    assert case(machine(a_sweep()), CAUSAL).answer.plan == Plan.parse("fa3:bf16")
+    assert case(machine(sweep_rows()), CAUSAL).answer.plan == Plan.parse("fa3:bf16")
 
 
 def test_a_plan_that_lost_a_race_is_not_chosen_by_its_error_at_other_shapes():
     judged = [row("flex:bf16", 1.0), row("fa3:bf16", 1.0, spec=CAUSAL)]
     times = row("fa3:bf16", 0.1).performance_
-    quickest = lost("fa3:bf16", "slower", "slower than te:fp8 at a first look", performance_=times)
+    quickest = failed_row("fa3:bf16", "slower", "slower than te:fp8 at a first look", performance_=times)
     made = case(machine([*judged, quickest]), SQUARE)
     assert made.answer.plan == made.answers[WIDE].plan == Plan.parse("flex:bf16")
     assert made.speed(Plan.parse("flex:bf16")) == 1
 
 
 def test_of_several_sweeps_the_newest_row_of_a_plan_counts():
-    old, new = row("fa3:bf16", 1.0), later(row("fa3:bf16", 3.0))
+    old, new = row("fa3:bf16", 1.0), at_later_time(row("fa3:bf16", 3.0))
     for order in ({"a": [old], "b": [new]}, {"b": [new], "a": [old]}):
         (made,) = machines_of(order, registry())
         assert made.cases[0].times[old.plan] == pytest.approx(3.0, rel=0.01)
@@ -77,9 +88,9 @@ def test_of_several_sweeps_the_newest_row_of_a_plan_counts():
 
 def test_machines_that_cannot_be_compared_are_told_apart_and_a_new_commit_is_none():
     here = row("fa3:bf16", 1.0)
-    there = elsewhere(here, device_name="Another GPU")
-    twin = elsewhere(here, torch="2.12.0")
-    same = elsewhere(later(here), commit="abcdef0")
+    there = in_environment(here, device_name="Another GPU")
+    twin = in_environment(here, torch="2.12.0")
+    same = in_environment(at_later_time(here), commit="abcdef0")
     found = machines_of({"a": [here], "b": [there], "c": [twin], "d": [same]}, registry())
     assert [(each.name, list(each.sweeps)) for each in found] == [
         ("A GPU", ["a", "d"]), ("Another GPU", ["b"]), ("A GPU (2)", ["c"]),
@@ -88,7 +99,7 @@ def test_machines_that_cannot_be_compared_are_told_apart_and_a_new_commit_is_non
 
 
 def test_the_findings_name_the_winner_the_gain_and_the_trap():
-    made = machine(a_sweep())
+    made = machine(sweep_rows())
     said = dict(headlines(made, fixed_of(made, registry())))
     assert "fa3:bf16 wins at 1 of 2 shapes, fa3:fp8 at 1" in said["Who wins, forward"]
     assert "an FP8 plan is chosen at 1 of 2 shapes, 2.00 times as fast" in said["Does FP8 pay"]
@@ -98,23 +109,23 @@ def test_the_findings_name_the_winner_the_gain_and_the_trap():
 
 
 def test_plan_summaries_add_up():
-    found = {str(each.plan): each for each in plan_summaries(machine(a_sweep()).of("forward"))}
+    found = {str(each.plan): each for each in plan_summaries(machine(sweep_rows()).of("forward"))}
     assert (found["fa3:fp8"].wins, found["fa3:bf16"].wins, found["flex:fp8"].wins) == (1, 1, 0)
     assert found["flex:fp8"].inaccurate == 1
     costs = found["fa3:fp8"].costs
     assert (costs.kernel, costs.prepare, costs.rest) == pytest.approx((0.5, 0.3, 0.2), abs=0.01)
-    learnt = plan_summaries(machine(a_sweep()).of("training"))[0].costs
+    learnt = plan_summaries(machine(sweep_rows()).of("training"))[0].costs
     assert learnt.kernel + learnt.prepare + learnt.backward + learnt.rest == pytest.approx(1)
 
 
 @pytest.fixture(scope="module")
 def swept():
-    return Structure(page(Results({"a": a_sweep()}), registry()))
+    return Structure(page(Results({"a": sweep_rows()}), registry()))
 
 
 def test_a_figure_has_a_dot_for_each_plan_and_case_named_by_its_case(swept):
     dots = [facts["data-case"] for tag, facts in swept.elements if tag in ("use", "path") and "data-case" in facts]
-    numbers = {str(each.number): len(each.measured) for each in machine(a_sweep()).cases}
+    numbers = {str(each.number): len(each.measured) for each in machine(sweep_rows()).cases}
     assert {number: dots.count(number) for number in numbers} == numbers
 
 
@@ -130,7 +141,7 @@ def test_the_page_s_script_and_styles_find_what_each_figure_draws(swept):
 
 def test_every_case_is_on_the_page_with_all_its_candidates_and_their_reasons(swept):
     text = " ".join(swept.texts)
-    for each in a_sweep():
+    for each in sweep_rows():
         assert str(each.plan) in text
         if not each.measured:
             assert each.reason.partition("; ")[0] in text
@@ -168,7 +179,7 @@ HOSTILE = st.lists(st.sampled_from(_PIECES), min_size=1, max_size=4).map("".join
 
 @pytest.fixture(scope="module")
 def plain_page():
-    return page(told("x"), registry())
+    return page(hostile_results("x"), registry())
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +192,7 @@ def plain(plain_page):
 @example("".join(_PIECES[12:]))
 @given(HOSTILE)
 def test_no_text_of_a_file_becomes_an_element_or_an_attribute(plain, text):
-    made = Structure(page(told(text), registry()))
+    made = Structure(page(hostile_results(text), registry()))
     assert without_figures(made.tags) == without_figures(plain.tags)
     # How many lines and ticks a figure has depends on the room that its words take.
     assert set(made.tags) == set(plain.tags)
@@ -215,20 +226,20 @@ def test_the_policy_allows_exactly_the_page_s_own_script_and_styles(plain_page, 
 def test_what_is_more_than_a_page_can_show_is_refused_before_it_is_drawn(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "_MOST_ROWS", 3)
     with pytest.raises(MisuseError, match="at most 3 measurements"):
-        read_results([write(tmp_path / "a", a_sweep())])
+        read_results([write(tmp_path / "a", sweep_rows())])
     monkeypatch.setattr(render, "_MOST_CASES", 3)
     rows = [row("fa3:bf16", 1.0, spec=SQUARE.replace(batch=size)) for size in range(1, 5)]
     with pytest.raises(MisuseError, match="at most 3 shapes"):
         page(Results({"a": rows}), registry())
     monkeypatch.setattr(machines, "_MOST_ENVIRONMENTS", 3)
-    many = [elsewhere(row("fa3:bf16", 1.0), torch=f"2.{number}") for number in range(4)]
+    many = [in_environment(row("fa3:bf16", 1.0), torch=f"2.{number}") for number in range(4)]
     with pytest.raises(MisuseError, match="at most 3 environments"):
         machines_of({"a": many}, registry())
 
 
 def test_folders_files_and_folders_of_folders_are_read_and_named_without_their_path(tmp_path):
-    write(tmp_path / "all" / "one", a_sweep())
-    write(tmp_path / "all" / "two", a_sweep()[:2])
+    write(tmp_path / "all" / "one", sweep_rows())
+    write(tmp_path / "all" / "two", sweep_rows()[:2])
     write(tmp_path / "all" / "two", [run_of([3, 2, 1])], "training.jsonl")
     write(tmp_path / "other", [run_of([3, 2, 1], seed=1)], "runs.jsonl")
     found = read_results([tmp_path / "all", tmp_path / "all" / "one", tmp_path / "other" / "runs.jsonl"])
@@ -247,7 +258,7 @@ def test_a_case_of_a_preset_is_named_and_any_other_is_written_out():
     command, note = commands.sweep_command([first])
     assert command == f"attnbench sweep --preset quick --case '{first.spec}' --backends 'PLAN'"
     assert note is None
-    command, _ = commands.sweep_command([changed(first, error={"normal": first.error["normal"]})])
+    command, _ = commands.sweep_command([with_facts(first, error={"normal": first.error["normal"]})])
     assert "--preset case.yaml" in command
     assert "families: [normal]" in command
     command, _ = commands.sweep_command([row("fa3:fp8", 1.0, spec=CAUSAL, bound=0.3)])
@@ -287,7 +298,7 @@ def test_a_command_holds_nothing_that_a_file_says_in_words():
     hostile = "x'; touch pwned; '"
     made = row("fa3:fp8", 1.0, case=hostile, spec=CAUSAL)
     assert "pwned" not in commands.sweep_command([made])[0]
-    odd = changed(made, error={f"captured:{hostile}": {"out": 0.1}})
+    odd = with_facts(made, error={f"captured:{hostile}": {"out": 0.1}})
     assert commands.sweep_command([odd])[0] == ""
     for name, value in (("data", "/tmp/$(touch pwned)"), ("data", "a\nb"), ("model", "hf:'; touch pwned '")):
         config = TrainConfig.make("gpt", steps=3).to_dict()
@@ -362,7 +373,7 @@ def said_in(figure):
 def test_a_map_of_winners_says_plan_and_gain_of_each_case():
     short = SQUARE.replace(seqlen_q=512, seqlen_kv=512)
     made = machine([
-        *a_sweep()[:-1], row("fa3:fp8>fa4:bf16", 0.5, 0.1, spec=LEARNT),
+        *sweep_rows()[:-1], row("fa3:fp8>fa4:bf16", 0.5, 0.1, spec=LEARNT),
         row("fa3:bf16", 1.0, 0.5, spec=short, status="inaccurate", reason="beyond 0.01", check="error"),
     ])  # fmt: skip
     said = said_in(winners_figure(grids_of(made), {}))
@@ -370,13 +381,13 @@ def test_a_map_of_winners_says_plan_and_gain_of_each_case():
 
 
 def test_the_axis_of_speeds_says_how_many_times_as_fast_or_which_part():
-    made = machine([*a_sweep(), row("te:bf16", 4.0)])
+    made = machine([*sweep_rows(), row("te:bf16", 4.0)])
     said = said_in(speed_error_figure(points_of(made.of("forward")), {}))
     assert {"1/4", "1/2", "1×", "2×"} <= {*said}
 
 
 def test_figures_are_the_same_bytes_every_time_and_text_is_never_mathematics():
-    made = machine(a_sweep())
+    made = machine(sweep_rows())
     hues = hues_of(made.winners())
     for draw in (
         lambda: winners_figure(grids_of(made), hues),

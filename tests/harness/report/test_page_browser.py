@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from places import RESULTS
-from report_rows import CAUSAL, SQUARE, a_sweep, elsewhere
+from report_rows import CAUSAL, SQUARE, in_environment, sweep_rows
 from small_training import run_of
 
 from attnbench.harness.report.page.render import page as rendered
@@ -85,9 +85,9 @@ def visit(browser: Any) -> Iterator[Callable[..., Any]]:
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two machines, both directions, training runs."""
-    there = [elsewhere(each, device_name="Another GPU") for each in a_sweep()[:3]]
+    there = [in_environment(each, device_name="Another GPU") for each in sweep_rows()[:3]]
     runs = [run_of([3, 2, 1, 1], role, seed) for role in ("candidate", "baseline") for seed in range(3)]
-    return written(tmp_path_factory.mktemp("page"), Results({"here": a_sweep(), "there": there}, runs))
+    return written(tmp_path_factory.mktemp("page"), Results({"here": sweep_rows(), "there": there}, runs))
 
 
 @pytest.fixture(scope="module")

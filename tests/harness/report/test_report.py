@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 from planted import REPORTED, setup
-from report_rows import lost
+from report_rows import failed_row
 from rich.console import Console
-from row_facts import changed
-from scripted_workers import Shop
+from row_facts import with_facts
+from scripted_workers import LocalWorkers
 
 from attnbench.harness.cases.case import Case
 from attnbench.harness.cases.inputs import FAMILIES
@@ -40,7 +40,7 @@ def swept(tmp_path_factory):
     cases = [Case("first", spec), Case("second", spec.replace(direction="training"))]
     lab = setup("planted:reported")
     with pytest.MonkeyPatch.context() as patch, Store(tmp_path_factory.mktemp("report"), lab.environment) as store:
-        Shop(patch)
+        LocalWorkers(patch)
         return list(run_sweep(tasks_of(cases, lab.registry, CPU, "fp8"), [lab], store))
 
 
@@ -68,7 +68,7 @@ def made(shown):
         }
         clean = {"error": {"normal": {"out": 0.05}}, "floor": {}, "detail": {}, "leak": None, "deterministic": True}
         row = Measurement.model_validate_json(Measurement.model_validate(base | {"plan": text}, strict=False).to_line())
-        return Measurement.model_validate_json(changed(row, **simple | clean | changes).to_line())
+        return Measurement.model_validate_json(with_facts(row, **simple | clean | changes).to_line())
 
     return make
 
@@ -78,7 +78,7 @@ def on_gpu(row, clock=1980.0, throttled=None):
         readings=9, clock_mhz=Range(lowest=clock, median=clock, highest=clock), throttled=throttled or {}
     )
     gpu = replace(row.environment, device_type="cuda", device_name="GPU")
-    return changed(row, environment=gpu, gpu=conditions)
+    return with_facts(row, environment=gpu, gpu=conditions)
 
 
 def test_six_families_and_the_longest_plans_fit_too(made):
@@ -237,7 +237,7 @@ def test_refusals_of_one_cause_are_one_line_and_failures_come_first(shown):
 
 def test_the_last_output_of_a_failure_is_shown_once_for_its_cause():
     rows = [
-        lost(f"a:bf16-{number}", "crashed", f"killed by SIGSEGV; its last output: line {number}", case="first")
+        failed_row(f"a:bf16-{number}", "crashed", f"killed by SIGSEGV; its last output: line {number}", case="first")
         for number in range(3)
     ]
     text = " ".join(report(rows, "text").split())

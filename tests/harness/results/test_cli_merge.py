@@ -62,7 +62,7 @@ def test_a_missing_part_is_refused_or_named(run, tmp_path):
     assert f"incomplete; `attnbench sweep --resume --out {tmp_path / 'out'}`" in done.stderr
 
 
-def test_a_partial_result_is_completed_by_a_sweep(tmp_path, monkeypatch, shop):
+def test_a_partial_result_is_completed_by_a_sweep(tmp_path, monkeypatch, local_workers):
     """The part of a rank that was lost is measured again by one process."""
     monkeypatch.setattr(Timer, "for_device", in_haste)
     shapes = "- {{batch: 1, heads: 1, seqlen_q: {}, head_dim: 64}}\n"

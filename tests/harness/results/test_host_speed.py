@@ -5,7 +5,7 @@ from statistics import median
 
 import pytest
 from compared import row
-from row_facts import changed
+from row_facts import with_facts
 
 from attnbench.harness.results.condense import condense, join_sweeps, table_of
 from attnbench.harness.results.host_speed import HostSpeed
@@ -16,7 +16,7 @@ def visited(launches, power, case="a", device=0.001, plan="sdpa-flash:bf16"):
     hosts = [0.1 * (launch / 0.01) ** power for launch in launches]
     scales = [0.01 / launch for launch in launches]
     host = [ms * scale for ms, scale in zip(hosts, scales, strict=True) for _ in range(5)]
-    return changed(
+    return with_facts(
         row(case, plan),
         time_ms={"prepared": [device], "call": [max(device, ms) for ms in host]},
         visits={"call": [5] * len(launches)},
@@ -48,7 +48,7 @@ def test_a_power_that_no_host_has_is_not_believed(power, taken):
 
 
 def test_a_row_that_was_measured_at_the_usual_speed_names_no_scale_and_counts():
-    given = changed(visited([0.01] * 3, 1.0), host_scale=[])
+    given = with_facts(visited([0.01] * 3, 1.0), host_scale=[])
     (entry,) = condense([given])
     assert (entry.host_ms, entry.device_ms) == pytest.approx((0.1, 0.001))
     calls = HostSpeed([given, visited([0.02] * 5, 1.0, "b")]).calls(given)
@@ -57,7 +57,7 @@ def test_a_row_that_was_measured_at_the_usual_speed_names_no_scale_and_counts():
 
 @pytest.mark.parametrize("odd", [{"launch_ms": SLOW_AND_ONE}, {"host_scale": [1.0]}, {"host_ms": [0.1]}])
 def test_a_row_whose_visits_do_not_fit_together_is_one_without_the_hosts_speed(odd):
-    given = changed(visited(SLOWS, 1.0), **odd)
+    given = with_facts(visited(SLOWS, 1.0), **odd)
     assert HostSpeed([given]).usual_ms is None
     assert condense([given])[0].host_ms is None
 
@@ -72,7 +72,7 @@ def test_a_table_holds_the_part_of_the_host_and_that_of_the_device(device):
 
 def test_the_device_of_passes_that_a_late_host_made_longer_is_that_of_the_others():
     late = visited(SLOWS, 1.0)
-    late = changed(late, time_ms={**late.time_ms, "prepared": [0.001, 0.001, 0.09, 0.09, 0.09]})
+    late = with_facts(late, time_ms={**late.time_ms, "prepared": [0.001, 0.001, 0.09, 0.09, 0.09]})
     assert condense([late])[0].device_ms == pytest.approx(0.001)
 
 
@@ -99,7 +99,7 @@ def test_a_row_without_the_hosts_speed_is_as_it_was():
 def hosted(spec, plan="sdpa-flash:bf16"):
     """A row of a call that its host limited, without the host's speed."""
     given = row("old", plan)
-    return changed(given, host_ms=list(given.time_ms["call"]), visits={}, spec=spec)
+    return with_facts(given, host_ms=list(given.time_ms["call"]), visits={}, spec=spec)
 
 
 def test_calls_limited_by_an_unknown_host_are_left_out_where_enough_others_are():
@@ -110,11 +110,11 @@ def test_calls_limited_by_an_unknown_host_are_left_out_where_enough_others_are()
     assert (old.spec, old.plan) not in table.entries
     assert (other.spec, other.plan) in table.entries  # of this plan nothing else is known
     assert (old.spec, old.plan) in join_sweeps({"old": [old], "new": watched[:4]}).entries
-    device = changed(row("old", "sdpa-flash:bf16"), spec=old.spec)
+    device = with_facts(row("old", "sdpa-flash:bf16"), spec=old.spec)
     assert (old.spec, old.plan) in join_sweeps({"old": [device], "new": watched}).entries
 
 
 def test_what_was_only_predicted_to_be_slower_is_in_no_table():
     given = row("a", "sdpa-flash:bf16")
-    never = changed(given, status="slower", reason="predicted", time_ms={}, visits={}, host_ms=None)
+    never = with_facts(given, status="slower", reason="predicted", time_ms={}, visits={}, host_ms=None)
     assert condense([never]) == []

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 import report_rows
 from command_line import Run, attnbench
-from file_corruption import restructured
+from file_corruption import restructure_json
 from small_training import run_of
 
 from attnbench.harness.report.text import report
@@ -25,7 +25,7 @@ from examples import examples
 
 STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 NO_NUMBER = re.compile(r"(?<![\w.:/(,\"'`-])[-+]?(nan|inf)(?:[%x]|\b)(?![:\w])")
-ROWS = [each.to_dict() for each in report_rows.a_sweep()]
+ROWS = [each.to_dict() for each in report_rows.sweep_rows()]
 ROWS[0]["correctness"]["detail"] = DETAIL = {
     "normal": {"out": {"sqnr_db": 54.0, "worst_head": 0.003, "worst_row": 0.01, "bias": 0.0, "nonfinite": 0}}
 }
@@ -43,7 +43,7 @@ RUNS = [
 
 
 def changed(row: dict, chance: random.Random) -> dict:
-    return json.loads(restructured(json.dumps(row).encode(), chance))
+    return json.loads(restructure_json(json.dumps(row).encode(), chance))
 
 
 def hostile(rows: list[dict], model: type[Measurement] | type[TrainingRun], chance: random.Random) -> bytes:

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sweep_parts import HERE, PLANS, ROWS, WHEN, part, parts, refused, row, spec
+from sweep_parts import HERE, PLANS, ROWS, WHEN, assert_merge_refused, part, parts, row, spec
 
 from attnbench.errors import MalformedFileError, MisuseError, OutputError
 from attnbench.harness.results.condense import condense
@@ -68,7 +68,7 @@ def test_a_part_counts_once_however_often_it_is_named(tmp_path):
 
 def test_a_rank_without_cases_is_no_missing_part(tmp_path):
     assert merge(tmp_path / "out", parts(tmp_path, ROWS, [], [])).rows == ROWS
-    refused(MisuseError, "no measurement", tmp_path / "none", parts(tmp_path / "empty", [], []))
+    assert_merge_refused(MisuseError, "no measurement", tmp_path / "none", parts(tmp_path / "empty", [], []))
 
 
 @pytest.mark.parametrize(
@@ -101,14 +101,16 @@ def test_two_rows_that_contradict_each_other(tmp_path, first, second, said):
 def test_a_case_that_is_another_elsewhere(tmp_path, other, said):
     places = [f".*part-000{number}-of-0002, line 1" for number in range(2)]
     sources = parts(tmp_path, [row(0)], [other])
-    refused(MisuseError, said.format(places[0]) + places[1], tmp_path / "out", sources, partial=True)
+    assert_merge_refused(MisuseError, said.format(places[0]) + places[1], tmp_path / "out", sources, partial=True)
 
 
 def test_a_case_of_sequences_of_other_lengths_elsewhere(tmp_path):
     drawn = [SequenceLengths(layout="packed", q=q) for q in ((5, 3), (3, 5))]
     packed = AttentionSpec.make(heads=2, head_dim=16, **drawn[0].sizes())
     sources = parts(tmp_path, *([row(0, spec=packed, lengths=each)] for each in drawn))
-    refused(MisuseError, "'case 0' have other lengths in .*part-0000.* than in .*part-0001", tmp_path / "out", sources)
+    assert_merge_refused(
+        MisuseError, "'case 0' have other lengths in .*part-0000.* than in .*part-0001", tmp_path / "out", sources
+    )
 
 
 def test_a_refusal_says_the_same_on_every_node_at_any_time(tmp_path):
@@ -132,8 +134,8 @@ def test_a_refusal_says_the_same_on_every_node_at_any_time(tmp_path):
 def test_unlike_machines_are_refused_in_one_part_or_in_several(tmp_path, changes, said):
     rows = [row(number, environment=replace(HERE, **change)) for number, change in enumerate(changes)]
     last = f"part-000{len(rows) - 1}-of-000{len(rows)}.*"
-    refused(MisuseError, last + said, tmp_path / "out", parts(tmp_path, *([each] for each in rows)))
-    refused(MisuseError, said, tmp_path / "out", parts(tmp_path / "one", rows))
+    assert_merge_refused(MisuseError, last + said, tmp_path / "out", parts(tmp_path, *([each] for each in rows)))
+    assert_merge_refused(MisuseError, said, tmp_path / "out", parts(tmp_path / "one", rows))
 
 
 def test_another_node_of_the_kind_is_noted_and_the_table_knows_every_backend(tmp_path):
@@ -147,12 +149,12 @@ def test_another_node_of_the_kind_is_noted_and_the_table_knows_every_backend(tmp
 def test_missing_parts_are_named_and_a_partial_result_is_marked(tmp_path):
     sources = parts(tmp_path, [row(0)], [row(1)], [row(2)], [row(3)])
     said = "part-0001-of-0004, part-0003-of-0004 are missing.*--partial"
-    refused(MisuseError, said, tmp_path / "out", [sources[0], sources[2]])
+    assert_merge_refused(MisuseError, said, tmp_path / "out", [sources[0], sources[2]])
     merged = merge(tmp_path / "out", [sources[0], sources[2]], partial=True)
     assert merged.rows == [row(0), row(2)]
     assert merged.gaps == ["part-0001-of-0004, part-0003-of-0004 are missing"]
     assert not (tmp_path / "out" / "table.json").exists()
-    refused(MisuseError, "out is unfinished", tmp_path / "again", [tmp_path / "out"])
+    assert_merge_refused(MisuseError, "out is unfinished", tmp_path / "again", [tmp_path / "out"])
     assert len(merge(tmp_path / "again", [tmp_path / "out", sources[1], sources[3]], partial=True).rows) == 4
 
 
@@ -160,26 +162,30 @@ def test_parts_of_two_sweeps_do_not_stand_in_for_each_other(tmp_path):
     first = parts(tmp_path / "first", [row(0)], [row(1)])
     second = parts(tmp_path / "second", [row(2)], [row(3)])
     assert len(merge(tmp_path / "out", first + second).rows) == 4
-    refused(MisuseError, "part-0001-of-0002 is missing", tmp_path / "none", [first[0], *second])
+    assert_merge_refused(MisuseError, "part-0001-of-0002 is missing", tmp_path / "none", [first[0], *second])
     third = parts(tmp_path / "third", [row(4)], [row(5)], [row(6)])
-    refused(MisuseError, "part-0002-of-0003 is missing", tmp_path / "none", [*first, *third[:2]])
+    assert_merge_refused(MisuseError, "part-0002-of-0003 is missing", tmp_path / "none", [*first, *third[:2]])
 
 
 def test_a_part_that_is_none(tmp_path):
-    refused(MisuseError, "no part 2 of 2", tmp_path / "out", [part(tmp_path / "part-0002-of-0002", ROWS)])
+    assert_merge_refused(MisuseError, "no part 2 of 2", tmp_path / "out", [part(tmp_path / "part-0002-of-0002", ROWS)])
     (tmp_path / "parts" / "part-0000-of-0002").mkdir(parents=True)
     part(tmp_path / "parts" / "part-0001-of-0002", ROWS)
-    refused(MisuseError, f"part-0000-of-0002 holds no {MEASUREMENTS} yet", tmp_path / "out", [tmp_path / "parts"])
+    assert_merge_refused(
+        MisuseError, f"part-0000-of-0002 holds no {MEASUREMENTS} yet", tmp_path / "out", [tmp_path / "parts"]
+    )
     assert merge(tmp_path / "out", [tmp_path / "parts"], partial=True).rows == ROWS
     assert merge(tmp_path / "again", list((tmp_path / "parts").iterdir()), partial=True).rows == ROWS
 
 
 def test_a_sweep_that_was_stopped_is_unfinished(tmp_path):
     stopped = part(tmp_path / "stopped", ROWS[:5], finished=False)
-    refused(MisuseError, f"{stopped} is unfinished, its sweep wrote no table.json", tmp_path / "out", [stopped])
-    refused(MisuseError, "is unfinished", tmp_path / "out", [stopped / MEASUREMENTS])
+    assert_merge_refused(
+        MisuseError, f"{stopped} is unfinished, its sweep wrote no table.json", tmp_path / "out", [stopped]
+    )
+    assert_merge_refused(MisuseError, "is unfinished", tmp_path / "out", [stopped / MEASUREMENTS])
     Table.from_entries(HERE, condense(ROWS[:3])).save(stopped / "table.json")  # it ended once, and went on to more
-    refused(MisuseError, "is unfinished, its table.json is of other rows", tmp_path / "out", [stopped])
+    assert_merge_refused(MisuseError, "is unfinished, its table.json is of other rows", tmp_path / "out", [stopped])
     assert merge(tmp_path / "out", [stopped], partial=True).rows == ROWS[:5]
 
 
@@ -187,7 +193,7 @@ def test_a_part_that_is_being_written_waits(tmp_path):
     sources = parts(tmp_path, ROWS[:6], ROWS[6:])
     with Store(sources[1], HERE, resume=True):
         for options in ({}, {"partial": True}):
-            refused(MisuseError, f"still writing {sources[1]}", tmp_path / "out", sources, **options)
+            assert_merge_refused(MisuseError, f"still writing {sources[1]}", tmp_path / "out", sources, **options)
     assert merge(tmp_path / "out", sources).rows == ROWS
 
 
@@ -233,7 +239,9 @@ def test_sources_that_are_none(tmp_path):
 def test_results_beside_parts_are_ambiguous(tmp_path):
     parts(tmp_path / "both", ROWS)
     part(tmp_path / "both", ROWS)
-    refused(MisuseError, "results of its own beside those of part-0000-of-0001", tmp_path / "out", [tmp_path / "both"])
+    assert_merge_refused(
+        MisuseError, "results of its own beside those of part-0000-of-0001", tmp_path / "out", [tmp_path / "both"]
+    )
     assert merge(tmp_path / "out", [tmp_path / "both" / MEASUREMENTS]).rows == ROWS
 
 
@@ -241,12 +249,12 @@ def test_places_that_are_none(tmp_path, monkeypatch):
     folder = part(tmp_path / "part", ROWS)
     (tmp_path / "empty").mkdir()
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    refused(MisuseError, "not empty", folder, [folder])
-    refused(MisuseError, "no folder", folder / MEASUREMENTS, [folder])
-    refused(MisuseError, "no folder", tmp_path / "loop", [folder])
+    assert_merge_refused(MisuseError, "not empty", folder, [folder])
+    assert_merge_refused(MisuseError, "no folder", folder / MEASUREMENTS, [folder])
+    assert_merge_refused(MisuseError, "no folder", tmp_path / "loop", [folder])
     with pytest.raises(OutputError, match="cannot be written: Not a directory"):
         merge(folder / MEASUREMENTS / "out", [folder])
     monkeypatch.chdir(tmp_path / "empty")
-    refused(MisuseError, "the folder you are in", tmp_path / "empty", [folder])
+    assert_merge_refused(MisuseError, "the folder you are in", tmp_path / "empty", [folder])
     monkeypatch.chdir(tmp_path)
     assert merge(tmp_path / "empty", [folder]).rows == ROWS

@@ -140,7 +140,7 @@ def _lines(folder: Path) -> int:
 
 
 @pytest.mark.exhaustive
-def test_a_sweep_killed_at_random_moments_has_the_rows_of_an_undisturbed_one(tmp_path, shop):
+def test_a_sweep_killed_at_random_moments_has_the_rows_of_an_undisturbed_one(tmp_path, local_workers):
     sweep(tmp_path / "whole")
     expected = _rows(tmp_path / "whole")
     assert len(set(expected)) == len(expected) > 5

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import ROOT
-from report_rows import lost
-from row_facts import changed
-from submission_rows import H200, SPECS, honest, visited
+from report_rows import failed_row
+from row_facts import with_facts
+from submission_rows import H200, SPECS, valid_rows, with_visits
 
 from attnbench.harness.results.condense import join_sweeps
 from attnbench.harness.results.peaks import least_ms
@@ -31,7 +31,7 @@ from attnbench.tables.environment import Environment
 from attnbench.tables.table import Table
 from examples import examples
 
-ROWS = honest()
+ROWS = valid_rows()
 COMMITTED = [*(ROOT / "attnbench" / "tables").glob("*.json"), *(ROOT / "results").glob("*/submitted/*.json")]
 Change = Callable[[list[Measurement]], list[Measurement]]
 
@@ -44,13 +44,13 @@ def faults(rows: Sequence[Measurement], names: Sequence[str] = ()) -> tuple[str,
 
 def one(place: int, **facts) -> Change:
     """One row with other facts."""
-    return lambda rows: [*rows[:place], changed(rows[place], **facts), *rows[place + 1 :]]
+    return lambda rows: [*rows[:place], with_facts(rows[place], **facts), *rows[place + 1 :]]
 
 
 def everywhere(**facts) -> Change:
     """Every row's environment with other facts."""
     here = replace(H200, **facts)
-    return lambda rows: [changed(row, environment=here) for row in rows]
+    return lambda rows: [with_facts(row, environment=here) for row in rows]
 
 
 def faster(rows: list[Measurement]) -> list[Measurement]:
@@ -65,7 +65,7 @@ def impossible(rows: list[Measurement]) -> list[Measurement]:
 
 
 def crashed(reason: str) -> Change:
-    return lambda rows: [*rows, lost("fa3:fp8", "crashed", reason, SPECS[0], environment=H200)]
+    return lambda rows: [*rows, failed_row("fa3:fp8", "crashed", reason, SPECS[0], environment=H200)]
 
 
 LIES: dict[str, tuple[Change, list[str]]] = {
@@ -93,7 +93,7 @@ LIES: dict[str, tuple[Change, list[str]]] = {
     "few shapes": (lambda rows: rows[: 3 * (LEAST_SHAPES - 1)], [f"{LEAST_SHAPES - 1} shapes with"]),
     "one plan": (lambda rows: rows[::3], ["0 shapes with at least 2 plans"]),
     "one visit each": (
-        lambda rows: [visited(row, row.median_ms()) for row in rows[:9]] + rows[9:],
+        lambda rows: [with_visits(row, row.median_ms()) for row in rows[:9]] + rows[9:],
         ["no two visits agree on the time of 9 of 36 rows", "9 shapes with"],
     ),
 }  # fmt: skip
@@ -132,16 +132,16 @@ def test_a_time_just_below_the_least_possible_is_found_wherever_it_stands(place:
 
 @given(st.lists(st.floats(0.97, 1.03), min_size=2, max_size=6))
 def test_visits_that_scatter_a_little_agree(medians: list[float]) -> None:
-    assert visits_agree(visited(ROWS[0], *medians))
+    assert visits_agree(with_visits(ROWS[0], *medians))
 
 
 @given(st.floats(1e-3, 1e3), st.floats(0.05, 0.8))
 def test_one_lucky_visit_is_not_believed(usual: float, luck: float) -> None:
     """Alone, or with so many samples that they decide the median."""
-    assert not visits_agree(visited(ROWS[0], usual))
+    assert not visits_agree(with_visits(ROWS[0], usual))
     lucky, other = [usual * luck] * 30, [usual] * 5
     times = {"kernel": [usual * luck / 2] * 40, "call": [*lucky, *other, *other]}
-    assert not visits_agree(changed(ROWS[0], time_ms=times, visits={"call": [30, 5, 5]}))
+    assert not visits_agree(with_facts(ROWS[0], time_ms=times, visits={"call": [30, 5, 5]}))
 
 
 # --- the same bytes ---
@@ -151,8 +151,8 @@ def test_one_lucky_visit_is_not_believed(usual: float, luck: float) -> None:
 @given(st.randoms(use_true_random=False), st.integers(1, 3))
 def test_the_same_rows_make_the_same_bytes_in_any_order(shuffle: random.Random, folders: int) -> None:
     """Each row in the folder that it was in; folders and rows in any order, under any names."""
-    other = [changed(row, environment=replace(H200, uuid_hash="ba9876543210")) for row in ROWS[::2]]
-    same_time = [changed(row, started=ROWS[0].started) for row in ROWS[1::2]]
+    other = [with_facts(row, environment=replace(H200, uuid_hash="ba9876543210")) for row in ROWS[::2]]
+    same_time = [with_facts(row, started=ROWS[0].started) for row in ROWS[1::2]]
     sweeps = [ROWS, other, same_time][:folders]
 
     def built(sweeps: Sequence[Sequence[Measurement]]) -> str:
@@ -168,7 +168,7 @@ def test_the_same_rows_make_the_same_bytes_in_any_order(shuffle: random.Random, 
 def raced(rows: Sequence[Measurement]) -> list[Measurement]:
     """Of each shape the first plan as it was judged, and the others' first looks."""
     looks = [
-        lost(
+        failed_row(
             str(row.plan), "slower", "slower at a first look", row.spec, environment=H200, performance_=row.performance
         )
         for row in rows
@@ -191,7 +191,7 @@ def test_what_lost_a_race_is_shared_with_its_time_and_counts_as_a_plan_to_choose
 
 def test_no_row_makes_no_submission() -> None:
     assert submission_of({"a folder": []}, registry()) is None
-    (fault, *_) = faults([visited(row, 1.0) for row in ROWS])
+    (fault, *_) = faults([with_visits(row, 1.0) for row in ROWS])
     assert "no two visits agree on the time of 36 of 36" in fault
 
 
@@ -207,7 +207,7 @@ def test_committed_tables_could_be_shared() -> None:
 
 
 def shared(factor: float, environment: Environment = H200, count: int = len(ROWS)) -> Table:
-    return join_sweeps({"a folder": honest(environment, factor)[:count]})
+    return join_sweeps({"a folder": valid_rows(environment, factor)[:count]})
 
 
 def test_a_table_confirms_another_where_its_times_are_the_same() -> None:

@@ -1,7 +1,7 @@
 """What a worker has to be told, and told again; every worker here is chosen answers without a process."""
 
 import pytest
-from scripted_workers import Station
+from scripted_workers import ScriptedWorker
 
 from attnbench.harness.cases.case import Case
 from attnbench.harness.measure.findings import Findings, Opened, Prepared, Visit
@@ -51,20 +51,20 @@ def bench():
 
 
 @pytest.fixture
-def station(bench):
-    return Station(bench)
+def worker(bench):
+    return ScriptedWorker(bench)
 
 
 @pytest.fixture
-def process(station):
-    return BackendProcess(station, 60.0)
+def process(worker):
+    return BackendProcess(worker, 60.0)
 
 
-def told(station, since=0):
-    return [asked for _, *asked in station.asked[since:]]
+def told(worker, since=0):
+    return [asked for _, *asked in worker.requests[since:]]
 
 
-def test_after_a_death_the_next_process_is_told_what_it_must_know_and_no_more(process, station, bench):
+def test_after_a_death_the_next_process_is_told_what_it_must_know_and_no_more(process, worker, bench):
     process.open(CASE)
     for plan in (A, B, C):
         process.prepare(plan)
@@ -73,18 +73,18 @@ def test_after_a_death_the_next_process_is_told_what_it_must_know_and_no_more(pr
         process.sample(A)
     assert raised.value is DIED
     process.drop(A)
-    since = len(station.asked)
+    since = len(worker.requests)
     process.sample(B)
     process.sample(B)
     process.sample(C)
-    assert told(station, since) == [
+    assert told(worker, since) == [
         *(["open", CASE], ["prepare", B], ["sample", B, True, None], ["sample", B, True, None]),
         *(["prepare", C], ["sample", C, True, None]),
     ]
-    assert {generation for generation, *_ in station.asked[since:]} == {2}
+    assert {generation for generation, *_ in worker.requests[since:]} == {2}
 
 
-def test_a_plan_is_judged_in_the_state_in_which_it_is_timed(process, station, bench):
+def test_a_plan_is_judged_in_the_state_in_which_it_is_timed(process, worker, bench):
     process.open(CASE)
     for plan in (A, B):
         process.prepare(plan)
@@ -92,36 +92,36 @@ def test_a_plan_is_judged_in_the_state_in_which_it_is_timed(process, station, be
     bench.will(DIED, "conclude", A)
     with pytest.raises(LostError):
         process.conclude(A)
-    since = len(station.asked)
+    since = len(worker.requests)
     assert process.conclude(B) is ANSWERS["conclude"]
-    assert told(station, since) == [["open", CASE], ["prepare", B], ["sample", B, True, None], ["conclude", B]]
+    assert told(worker, since) == [["open", CASE], ["prepare", B], ["sample", B, True, None], ["conclude", B]]
 
 
-def test_revivals_end_where_others_go_on_killing_the_worker(process, station):
+def test_revivals_end_where_others_go_on_killing_the_worker(process, worker):
     process.open(CASE)
     process.prepare(A)
     for _ in range(3):
-        station.kill()
+        worker.kill()
         process.sample(A)
-    station.kill()
+    worker.kill()
     with pytest.raises(LostError, match="while other plans ran") as raised:
         process.sample(A)
     assert raised.value.status == "crashed"
-    since = len(station.asked)
+    since = len(worker.requests)
     with pytest.raises(LostError):
         process.conclude(A)
-    assert told(station, since) == []
+    assert told(worker, since) == []
     process.prepare(B)  # another plan has its own
-    station.kill()
+    worker.kill()
     process.sample(B)
     process.open(OTHER)  # and so has another case
     process.prepare(A)
-    station.kill()
+    worker.kill()
     process.sample(A)
 
 
 @pytest.mark.parametrize("error", [DIED, RAISED])
-def test_a_case_that_cannot_be_opened_is_not_tried_for_every_plan(process, station, bench, error):
+def test_a_case_that_cannot_be_opened_is_not_tried_for_every_plan(process, worker, bench, error):
     bench.will(error, "open", CASE)
     for plan in (A, B, C):
         with pytest.raises(LostError) as raised:
@@ -129,41 +129,41 @@ def test_a_case_that_cannot_be_opened_is_not_tried_for_every_plan(process, stati
         assert raised.value is error
         with pytest.raises(LostError):
             process.prepare(plan)
-    assert told(station) == [["open", CASE]]
+    assert told(worker) == [["open", CASE]]
     process.open(OTHER)
     process.close()
     assert process.open(CASE) is ANSWERS["open"]
 
 
-def test_a_case_that_cannot_be_opened_again_after_a_death_is_lost_for_all(process, station, bench):
+def test_a_case_that_cannot_be_opened_again_after_a_death_is_lost_for_all(process, worker, bench):
     process.open(CASE)
     for plan in (A, B):
         process.prepare(plan)
-    station.kill()
+    worker.kill()
     bench.will(DIED, "open", CASE)
     for plan in (A, B, A, B):
         with pytest.raises(LostError) as raised:
             process.sample(plan)
         assert raised.value is DIED
-    assert told(station)[3:] == [["open", CASE]]
+    assert told(worker)[3:] == [["open", CASE]]
 
 
 @pytest.mark.parametrize("error", [DIED, RAISED])
 @pytest.mark.parametrize("method", ["drop", "close"])
-def test_a_worker_that_cannot_forget_is_replaced(process, station, bench, error, method):
+def test_a_worker_that_cannot_forget_is_replaced(process, worker, bench, error, method):
     process.open(CASE)
     process.prepare(A)
     arguments = (A,) if method == "drop" else ()
     bench.will(error, method, *arguments)
     getattr(process, method)(*arguments)
-    assert not station.alive
+    assert not worker.alive
     process.open(CASE)
     process.prepare(B)
-    assert told(station)[-2:] == [["open", CASE], ["prepare", B]]
-    assert station.generation == 2
+    assert told(worker)[-2:] == [["open", CASE], ["prepare", B]]
+    assert worker.generation == 2
 
 
-def test_a_process_worn_by_a_recording_that_failed_is_replaced_and_the_plan_not_recorded_again(process, station, bench):
+def test_a_process_worn_by_a_recording_that_failed_is_replaced_and_the_plan_not_recorded_again(process, worker, bench):
     plans = [Plan.parse(f"x:bf16-{name}") for name in "abcdefg"]  # more than may die of each other
     process.open(CASE)
     for plan in plans:
@@ -172,13 +172,13 @@ def test_a_process_worn_by_a_recording_that_failed_is_replaced_and_the_plan_not_
     for plan in plans:
         assert process.sample(plan).worn
         process.sample(plans[0])
-    since, generation = len(station.asked), station.generation
+    since, generation = len(worker.requests), worker.generation
     for plan in plans:
         process.sample(plan)
     process.open(OTHER)
     for plan in plans:
         process.prepare(plan)
         process.sample(plan)
-    samples = [asked for asked in told(station, since) if asked[0] == "sample"]
+    samples = [asked for asked in told(worker, since) if asked[0] == "sample"]
     assert samples == [["sample", plan, False, None] for plan in (*plans, *plans)]
-    assert station.generation == generation
+    assert worker.generation == generation

@@ -59,7 +59,7 @@ def test_json_is_the_records_and_nothing_else_and_the_table_is_kept(tiny, tmp_pa
     assert again.stderr.count("there already") == len(rows)
 
 
-def test_a_table_by_default_and_a_fresh_folder_that_is_named(tiny, own_cache, shop):
+def test_a_table_by_default_and_a_fresh_folder_that_is_named(tiny, own_cache, local_workers):
     done = attnbench("--preset", tiny, "--backends", "sdpa-flash:bf16,sdpa-cudnn:bf16")
     assert "Fastest within its bound: sdpa-flash:bf16" in done.stdout
     assert "Not measured" in done.stdout
@@ -84,7 +84,7 @@ def test_nothing_measured_is_a_failure_with_its_rows_kept(tiny, tmp_path):
     assert "nothing could be measured" in done.stderr
 
 
-def test_packed_and_padded_cases_are_swept_reported_and_chosen_by(tmp_path, shop):
+def test_packed_and_padded_cases_are_swept_reported_and_chosen_by(tmp_path, local_workers):
     file = tmp_path / "documents.yaml"
     file.write_text(
         "- heads: 2\n  head_dim: 64\n  mask: causal\n"

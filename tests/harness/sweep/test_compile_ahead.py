@@ -8,7 +8,7 @@ import pytest
 import torch
 from patience import PATIENCE
 from planted import FakeBackward, FakeForward, backend, setup
-from scripted_workers import Station, wait_until
+from scripted_workers import ScriptedWorker, wait_until
 
 from attnbench.harness.cases.case import Case
 from attnbench.harness.sequence_lengths import SequenceLengths
@@ -33,21 +33,21 @@ def compiling() -> Registry:
 
 @pytest.fixture
 def ahead(monkeypatch):
-    """FirstRuns of work on a GPU that is not there, and the stations that are asked."""
-    stations = []
+    """FirstRuns of work on a GPU that is not there, and the workers that are asked."""
+    workers = []
 
     def made(work, answer=lambda method, case, plan: 1.0, device="cuda", cores=8, memory=2**36):
-        def station(setting):
+        def worker(setting):
             assert setting.threads == 1  # each has a core
-            stations.append(Station(answer))
-            return stations[-1]
+            workers.append(ScriptedWorker(answer))
+            return workers[-1]
 
-        monkeypatch.setattr(module, "Worker", station)
+        monkeypatch.setattr(module, "Worker", worker)
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
         here = replace(setup(), device=torch.device(device))
         here = replace(here, environment=replace(here.environment, memory_bytes=memory))
         monkeypatch.setattr(type(here), "registry", compiling())
-        return FirstRuns(work, here), stations
+        return FirstRuns(work, here), workers
 
     return made
 
@@ -56,31 +56,31 @@ def test_each_compiling_kernel_and_pair_of_one_backend_is_compiled_once_a_case(a
     covered = [Plan.parse(name) for name in ("wide:bf16>flexible:bf16", "flexible:bf16>absent:bf16")]
     plans = [COMPILED, MIXED, OTHER, ANOTHER, PAIR, *covered]
     work = [(case, plans) for case in CASES]
-    first, stations = ahead(work, lambda method, case, plan: float(case.name[-1]))
+    first, workers = ahead(work, lambda method, case, plan: float(case.name[-1]))
     assert first.needed
     first_ms = first.run()
     assert first_ms == {(c.name, plan): float(c.name[-1]) for c in CASES for plan in (COMPILED, MIXED, ANOTHER, PAIR)}
-    asked = [arguments for station in stations for _, *arguments in station.asked]
+    asked = [arguments for worker in workers for _, *arguments in worker.requests]
     assert len(asked) == len(first_ms)
     assert all(method == "compile" and case.families == ("normal",) for method, case, _ in asked)
-    assert not any(station.alive for station in stations)
+    assert not any(worker.alive for worker in workers)
 
 
 @pytest.mark.parametrize(
     ("count", "device", "cores"), [(3, "cpu", 8), (1, "cuda", 8), (3, "cuda", 1)], ids=["cpu", "little", "one core"]
 )
 def test_it_is_not_done_where_it_would_not_pay(ahead, count, device, cores):
-    first, stations = ahead([(case, [COMPILED, MIXED]) for case in CASES[:count]], device=device, cores=cores)
+    first, workers = ahead([(case, [COMPILED, MIXED]) for case in CASES[:count]], device=device, cores=cores)
     assert not first.needed
     assert first.run() == {}
-    assert stations == []
+    assert workers == []
 
 
 @pytest.mark.parametrize(("cores", "gigabytes", "count"), [(8, 64, 6), (4, 64, 4), (8, 9, 4), (8, 3, 0)])
 def test_there_are_as_many_processes_as_cores_and_the_memory_allow(ahead, cores, gigabytes, count):
     work = [(case, [COMPILED, MIXED]) for case in CASES]
-    _, stations = ahead(work, cores=cores, memory=gigabytes * 2**30)
-    assert len(stations) == count
+    _, workers = ahead(work, cores=cores, memory=gigabytes * 2**30)
+    assert len(workers) == count
 
 
 PACKED = SequenceLengths(layout="packed", q=(8,) * 4)
@@ -99,13 +99,13 @@ def test_what_has_no_memory_beside_others_is_compiled_for_a_batch_of_one(ahead, 
 
     sizes = {"batch": batch, "seqlen_q": 16} if lengths is None else lengths.sizes()
     large = Case("large", AttentionSpec.make(heads=1, head_dim=8, direction="training", **sizes), lengths=lengths)
-    first, stations = ahead([(case, [COMPILED]) for case in (large, *CASES)], answer)
+    first, workers = ahead([(case, [COMPILED]) for case in (large, *CASES)], answer)
     first_ms = first.run()
-    sent = [case.spec.batch for station in stations for _, _, case, _ in station.asked if case.name == "large"]
+    sent = [case.spec.batch for worker in workers for _, _, case, _ in worker.requests if case.name == "large"]
     assert sorted(sent, reverse=True) == asked
     others = {(case.name, COMPILED): 1.0 for case in CASES}  # which are compiled whatever fails
     assert first_ms == (others | {("large", COMPILED): 1.0} if len(asked) > 1 else others)
-    assert not any(station.alive for station in stations)
+    assert not any(worker.alive for worker in workers)
 
 
 def test_an_interrupt_ends_every_process(ahead, monkeypatch):
@@ -116,13 +116,13 @@ def test_an_interrupt_ends_every_process(ahead, monkeypatch):
         assert killed.wait(PATIENCE)
         raise LostError("crashed", "killed", died=True)
 
-    first, stations = ahead([(case, [COMPILED, MIXED]) for case in CASES], answer)
-    monkeypatch.setattr(Station, "kill", lambda self: killed.set())
+    first, workers = ahead([(case, [COMPILED, MIXED]) for case in CASES], answer)
+    monkeypatch.setattr(ScriptedWorker, "kill", lambda self: killed.set())
     join, main = threading.Thread.join, threading.current_thread()
 
     def interrupted(self, timeout=None):
         if not killed.is_set() and threading.current_thread() is main:
-            for _ in stations:
+            for _ in workers:
                 assert under_way.acquire(timeout=PATIENCE)
             raise KeyboardInterrupt
         join(self, timeout)
@@ -130,6 +130,6 @@ def test_an_interrupt_ends_every_process(ahead, monkeypatch):
     monkeypatch.setattr(threading.Thread, "join", interrupted)
     with pytest.raises(KeyboardInterrupt):
         first.run()
-    asked = sum(len(station.asked) for station in stations)
-    wait_until(lambda: not any(station.alive for station in stations))
-    assert asked == sum(len(station.asked) for station in stations) == 6
+    asked = sum(len(worker.requests) for worker in workers)
+    wait_until(lambda: not any(worker.alive for worker in workers))
+    assert asked == sum(len(worker.requests) for worker in workers) == 6

@@ -49,22 +49,22 @@ def statuses(rows):
     return {plan: row.status for plan, row in rows.items()}
 
 
-def test_each_plan_has_one_row_and_each_phase_is_told_once(shop):
+def test_each_plan_has_one_row_and_each_phase_is_told_once(local_workers):
     rows, phases = measured()
     assert statuses(rows) == dict.fromkeys(PLANS, "ok")
     assert phases == ["preparing", "timing", "judging"]
-    assert shop.asked["open", CASE] == 3
-    assert len(shop.stations) == 3  # one for each backend
-    assert {station.generation for station in shop.stations} == {1}
-    assert all(station.asked[-1][1] == "close" for station in shop.stations)
-    assert not any(station.alive for station in shop.stations)
-    for (method, *what), times in shop.asked.items():
+    assert local_workers.request_counts["open", CASE] == 3
+    assert len(local_workers.workers) == 3  # one for each backend
+    assert {worker.generation for worker in local_workers.workers} == {1}
+    assert all(worker.requests[-1][1] == "close" for worker in local_workers.workers)
+    assert not any(worker.alive for worker in local_workers.workers)
+    for (method, *what), times in local_workers.request_counts.items():
         assert times == 1 or method in ("sample", "open", "close"), (method, what)
 
 
 @pytest.mark.parametrize(("method", "status"), [("prepare", "crashed"), ("sample", "timeout"), ("conclude", "oom")])
-def test_a_death_costs_one_row_and_the_others_of_its_backend_are_measured(shop, method, status):
-    shop.breaks(LostError(status, "gone", died=True), method, EXACT, times=2)
+def test_a_death_costs_one_row_and_the_others_of_its_backend_are_measured(local_workers, method, status):
+    local_workers.fail_request(LostError(status, "gone", died=True), method, EXACT, times=2)
     rows, _ = measured()
     assert statuses(rows) == {**dict.fromkeys(PLANS, "ok"), EXACT: status}
     assert rows[EXACT].reason == "gone"
@@ -72,35 +72,37 @@ def test_a_death_costs_one_row_and_the_others_of_its_backend_are_measured(shop, 
 
 
 @pytest.mark.parametrize("method", ["prepare", "sample", "conclude"])
-def test_what_had_no_memory_beside_others_is_tried_alone(shop, method):
-    shop.breaks(FULL, method, WIDE)
+def test_what_had_no_memory_beside_others_is_tried_alone(local_workers, method):
+    local_workers.fail_request(FULL, method, WIDE)
     rows, phases = measured()
     assert statuses(rows) == dict.fromkeys(PLANS, "ok")
     assert phases == ["preparing", "timing", "judging"] * 2
-    assert [shop.asked["prepare", plan] for plan in PLANS] == [2, 1, 1, 1]
+    assert [local_workers.request_counts["prepare", plan] for plan in PLANS] == [2, 1, 1, 1]
 
 
-def test_memory_that_does_not_suffice_alone_either_is_the_row(shop):
-    shop.breaks(FULL, "prepare", WIDE, times=9)
+def test_memory_that_does_not_suffice_alone_either_is_the_row(local_workers):
+    local_workers.fail_request(FULL, "prepare", WIDE, times=9)
     rows, _ = measured()
     assert statuses(rows) == {**dict.fromkeys(PLANS, "ok"), WIDE: "oom"}
-    assert shop.asked["prepare", WIDE] == 2
+    assert local_workers.request_counts["prepare", WIDE] == 2
     assert measured(plans=[WIDE])[0][WIDE].status == "oom"
-    assert shop.asked["prepare", WIDE] == 3
+    assert local_workers.request_counts["prepare", WIDE] == 3
 
 
 @pytest.mark.parametrize("method", ["prepare", "sample", "conclude"])
-def test_what_failed_for_another_reason_is_not_tried_again(shop, method):
-    shop.breaks(LostError("error", "RuntimeError: no", died=False), method, WIDE)
+def test_what_failed_for_another_reason_is_not_tried_again(local_workers, method):
+    local_workers.fail_request(LostError("error", "RuntimeError: no", died=False), method, WIDE)
     rows, phases = measured()
     assert statuses(rows) == {**dict.fromkeys(PLANS, "ok"), WIDE: "error"}
     assert len(phases) == 3
-    assert shop.asked["prepare", WIDE] == 1
-    assert shop.asked["drop", WIDE] == (method == "sample")  # so that it holds no memory while others go on
+    assert local_workers.request_counts["prepare", WIDE] == 1
+    assert local_workers.request_counts["drop", WIDE] == (
+        method == "sample"
+    )  # so that it holds no memory while others go on
 
 
 @pytest.mark.parametrize("sample", [0.0, float("nan"), float("inf")])
-def test_a_sample_that_is_no_time_costs_its_own_row(shop, monkeypatch, sample):
+def test_a_sample_that_is_no_time_costs_its_own_row(local_workers, monkeypatch, sample):
     """An event that was never recorded reads as 0."""
     taken = Bench.sample
 
@@ -116,7 +118,7 @@ def test_a_sample_that_is_no_time_costs_its_own_row(shop, monkeypatch, sample):
     assert rows[WIDE].reason == f"a sample of the cost kernel took {sample:g} ms"
 
 
-def test_times_are_given_for_the_host_as_fast_as_it_usually_was(shop, monkeypatch):
+def test_times_are_given_for_the_host_as_fast_as_it_usually_was(local_workers, monkeypatch):
     taken, launches, usual = Bench.sample, iter([0.02, 0.01, 0.04] + [0.01] * 999), []
 
     def on_gpu(self, plan, replay, launch_ms):
@@ -133,7 +135,7 @@ def test_times_are_given_for_the_host_as_fast_as_it_usually_was(shop, monkeypatc
     assert Measurement.model_validate_json(row.to_line()) == row
 
 
-def test_a_time_that_cannot_be_is_an_error_and_a_possible_one_a_share(shop, monkeypatch):
+def test_a_time_that_cannot_be_is_an_error_and_a_possible_one_a_share(local_workers, monkeypatch):
     lab = setup()
     with DeviceSweep(lab) as line:
         monkeypatch.setitem(PEAK_TFLOPS, lab.environment.device_name, {"bf16": 1e-9})
@@ -150,7 +152,7 @@ def test_a_time_that_cannot_be_is_an_error_and_a_possible_one_a_share(shop, monk
 
 
 @pytest.mark.parametrize(("cores", "together"), [(1, 1), (64, 2)])
-def test_two_backends_work_at_once_on_a_cpu_but_not_while_one_is_timed(shop, monkeypatch, cores, together):
+def test_two_backends_work_at_once_on_a_cpu_but_not_while_one_is_timed(local_workers, monkeypatch, cores, together):
     inside, most, met = [], [], threading.Event()
 
     def watched(usual, alone=False):
@@ -176,18 +178,18 @@ def test_two_backends_work_at_once_on_a_cpu_but_not_while_one_is_timed(shop, mon
 
 
 @pytest.mark.parametrize(("compiles", "processes"), [(False, 2), (True, 3)])
-def test_kernels_that_compile_have_processes_of_their_own(shop, monkeypatch, compiles, processes):
+def test_kernels_that_compile_have_processes_of_their_own(local_workers, monkeypatch, compiles, processes):
     backends = [replace(each, compiles=compiles) for each in setup().registry.backends.values()]
     monkeypatch.setattr(DeviceSetup, "registry", Registry(backends))
     with DeviceSweep(setup()) as line:
         line.start([WIDE, EXACT, WIDER])
-        assert len(shop.stations) == processes
+        assert len(local_workers.workers) == processes
         assert statuses(measured(line=line, plans=[WIDE, EXACT, WIDER])[0]) == dict.fromkeys([WIDE, EXACT, WIDER], "ok")
-        assert len(shop.stations) == processes
+        assert len(local_workers.workers) == processes
 
 
 @pytest.mark.parametrize("method", ["open", "prepare", "sample", "conclude"])
-def test_stopping_ends_what_is_under_way_and_invents_no_row(shop, method):
+def test_stopping_ends_what_is_under_way_and_invents_no_row(local_workers, method):
     """As for a real worker: the request that is under way ends because its process was killed."""
     asked, killed = threading.Event(), threading.Event()
 
@@ -198,7 +200,7 @@ def test_stopping_ends_what_is_under_way_and_invents_no_row(shop, method):
         assert killed.wait(PATIENCE)
         return True
 
-    shop.faults.append((DIED, 1, hangs))
+    local_workers.faults.append((DIED, 1, hangs))
     rows, ended = [], []
 
     def work():
@@ -213,29 +215,29 @@ def test_stopping_ends_what_is_under_way_and_invents_no_row(shop, method):
     thread.start()
     assert asked.wait(PATIENCE)
     line.stop()
-    assert not any(station.alive for station in shop.stations)
+    assert not any(worker.alive for worker in local_workers.workers)
     killed.set()
     wait_until(lambda: not thread.is_alive())
     assert len(ended) == 1
     assert rows == []
-    assert not any(station.alive for station in shop.stations)
+    assert not any(worker.alive for worker in local_workers.workers)
 
 
 @pytest.mark.parametrize("phase", ["preparing", "timing", "judging"])
-def test_a_sweep_that_is_stopped_between_two_requests_makes_no_more(shop, phase):
+def test_a_sweep_that_is_stopped_between_two_requests_makes_no_more(local_workers, phase):
     """Each would start its process again."""
     with DeviceSweep(setup()) as line:
         events = line.measure(CASE, PLANS)
         while next(events).phase != phase:
             pass
         line.stop()
-        before = shop.asked
+        before = local_workers.request_counts
         with pytest.raises(StoppedError):
             next(events)
-    assert shop.asked == before
+    assert local_workers.request_counts == before
 
 
-def test_the_first_cases_are_measured_before_the_rest_is_compiled(shop, monkeypatch):
+def test_the_first_cases_are_measured_before_the_rest_is_compiled(local_workers, monkeypatch):
     order: list[object] = []
 
     class Compiled:

@@ -134,19 +134,19 @@ def raced(plans, required=()):
     return {row.plan: row for row in rows}
 
 
-def test_who_lost_at_a_first_look_is_neither_proved_nor_judged(shop, paces):
+def test_who_lost_at_a_first_look_is_neither_proved_nor_judged(local_workers, paces):
     rows = raced([QUICK, SLOW, EXACT])
     assert {plan: row.status for plan, row in rows.items()} == {QUICK: "ok", EXACT: "ok", SLOW: "slower"}
     assert rows[SLOW].reason == f"slower than {EXACT} at a first look; 5.00 times as long"
     assert {*rows[SLOW].time_ms["call"]} == {10.0}
     assert rows[SLOW].correctness_ is None
-    assert shop.asked["prove", SLOW] == shop.asked["conclude", SLOW] == 0
-    assert shop.asked["drop", SLOW] == 1
+    assert local_workers.request_counts["prove", SLOW] == local_workers.request_counts["conclude", SLOW] == 0
+    assert local_workers.request_counts["drop", SLOW] == 1
     assert rows[EXACT].ran
     assert {entry.plan: entry.time_ms for entry in condense(rows.values())}[SLOW] == 10.0
 
 
-def test_a_required_plan_is_measured_in_full(shop, paces, monkeypatch):
+def test_a_required_plan_is_measured_in_full(local_workers, paces, monkeypatch):
     timed, named = device_sweep.interleave, []
 
     def noting(plans, *rest, required=(), **how):
@@ -159,13 +159,13 @@ def test_a_required_plan_is_measured_in_full(shop, paces, monkeypatch):
 
 
 @pytest.mark.parametrize(("pace", "status"), [(0.1, "ok"), (100.0, "slower")])
-def test_what_had_no_memory_in_a_race_is_looked_at_alone_and_measured_if_it_may_win(shop, paces, pace, status):
+def test_what_had_no_memory_in_a_race_is_looked_at_alone_and_measured_if_it_may_win(local_workers, paces, pace, status):
     paces[EXACT] = pace
-    shop.breaks(LostError("oom", "OutOfMemoryError: no more", died=False), "prepare", EXACT)
+    local_workers.fail_request(LostError("oom", "OutOfMemoryError: no more", died=False), "prepare", EXACT)
     rows = raced([QUICK, SLOW, EXACT])
     assert rows[EXACT].status == status
     assert {*rows[EXACT].time_ms["call"]} == {pace}
-    assert shop.asked["conclude", EXACT] == (status == "ok")
+    assert local_workers.request_counts["conclude", EXACT] == (status == "ok")
     assert rows[QUICK].status == "ok"
 
 
@@ -182,15 +182,15 @@ def test_who_had_no_memory_to_be_judged_and_rejoins_is_timed_again_or_slower(for
 
 
 @pytest.mark.parametrize("fault", ["look", "conclude", "prove"])
-def test_behind_a_winner_that_failed_another_wins(shop, paces, fault):
+def test_behind_a_winner_that_failed_another_wins(local_workers, paces, fault):
     paces[EXACT] = 0.1
-    shop.breaks(LostError("error", "RuntimeError: no", died=False), fault, EXACT)
+    local_workers.fail_request(LostError("error", "RuntimeError: no", died=False), fault, EXACT)
     rows = raced([QUICK, SLOW, EXACT])
     assert rows[EXACT].status == "error"
     assert rows[QUICK].status == rows[SLOW].status == "ok"
 
 
-def test_behind_a_winner_that_was_inaccurate_another_wins(shop, paces, monkeypatch):
+def test_behind_a_winner_that_was_inaccurate_another_wins(local_workers, paces, monkeypatch):
     conclude = Bench.conclude
     monkeypatch.setattr(Bench, "conclude", lambda self, plan: replace(conclude(self, plan), untouched=plan != SLOW))
     paces[SLOW] = 0.1

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from planted import FakeBackward, FakeForward, backend, healthy, setup
-from row_facts import changed
-from scripted_workers import Shop
+from row_facts import with_facts
+from scripted_workers import LocalWorkers
 
 from attnbench.errors import MisuseError, UnknownBackendError
 from attnbench.harness.cases.case import Case
@@ -41,7 +41,7 @@ def whole(tmp_path_factory):
     """A sweep that nothing disturbs, with a case that no machine holds in its middle."""
     folder = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
-        Shop(patch)
+        LocalWorkers(patch)
         return swept(folder, setup(), [FORWARD, HUGE, TRAINING]), folder
 
 
@@ -163,7 +163,7 @@ def test_names_that_leave_nothing_to_measure_are_said(name):
         tasks_of([FORWARD], healthy(), CPU, "fp8", [name])
 
 
-def test_events_count_and_rows_are_on_disk_when_they_are_told(tmp_path, shop):
+def test_events_count_and_rows_are_on_disk_when_they_are_told(tmp_path, local_workers):
     lab = setup()
     tasks = tasks_of([FORWARD], lab.registry, CPU, "fp8", ["reference", "absent"])
     runs = {task.key: task.runs for task in tasks}
@@ -214,11 +214,13 @@ def test_devices_share_the_cases(tmp_path):
 def test_the_error_chosen_by_is_the_worst_of_out_and_gradients(rows, worst):
     row = rows["training", "small:fp8>wide:bf16"]
     errors = {**dict.fromkeys(("out", "dq", "dk", "dv"), 0.1), "lse": 0.9, worst: 0.2}
-    (entry,) = condense([changed(row, error={"normal": errors})])
+    (entry,) = condense([with_facts(row, error={"normal": errors})])
     assert entry.errors == {"normal": 0.2}
 
 
-def test_what_is_predicted_to_be_slower_has_a_row_without_times_in_either_part_of_a_sweep(shop, tmp_path, monkeypatch):
+def test_what_is_predicted_to_be_slower_has_a_row_without_times_in_either_part_of_a_sweep(
+    local_workers, tmp_path, monkeypatch
+):
     lab, here, known = setup(), describe(CPU), Known(())
     cases = [Case(f"case {size}", FORWARD.spec.replace(seqlen_q=size, seqlen_kv=size)) for size in range(8, 11)]
     monkeypatch.setattr(devices, "_FIRST", 1)

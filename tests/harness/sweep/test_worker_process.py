@@ -15,7 +15,7 @@ import pytest
 from patience import PATIENCE
 from places import SUPPORT
 from planted import CPU
-from scripted_workers import LONG, NOTED, noted, runs, wait_until
+from scripted_workers import LONG, PIDS_FILE, is_running, noted_pids, wait_until
 
 from attnbench.errors import OutputError
 from attnbench.harness.cases.case import Case
@@ -29,18 +29,18 @@ from attnbench.problem.spec import AttentionSpec
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked at through /proc")
 CASE = Case("tiny", AttentionSpec.make(batch=1, heads=1, seqlen_q=8, head_dim=8), ("normal",))
-SETTING = Setting("scripted_workers:harmful", Timer(CPU, visit=0.0, limit=0.0, patience=1.0), 1)
+SETTING = Setting("scripted_workers:faulty_registry", Timer(CPU, visit=0.0, limit=0.0, patience=1.0), 1)
 
 
 @pytest.fixture(scope="module")
 def notes(tmp_path_factory):
     path = tmp_path_factory.mktemp("noted") / "pids"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(NOTED, str(path))
+        patch.setenv(PIDS_FILE, str(path))
         patch.delenv("PYTHONUNBUFFERED", raising=False)
         yield path
-    for pid in noted(path):  # of a test that failed
-        if runs(pid):
+    for pid in noted_pids(path):  # of a test that failed
+        if is_running(pid):
             os.kill(pid, signal.SIGKILL)
 
 
@@ -227,21 +227,21 @@ def test_a_process_that_is_killed_ran_out_of_memory_if_the_system_says_so(worker
 
 def test_a_hang_ends_in_time_with_all_that_it_started(worker, notes):
     asked(worker, "fine")
-    before = len(noted(notes))
+    before = len(noted_pids(notes))
     start = time.perf_counter()
     found = lost(worker, "hangs", seconds=3.0)
     took = time.perf_counter() - start
     assert (found.status, found.died) == ("timeout", True)
     assert "no answer within 3 s" in found.reason
     assert 3.0 <= took < LONG
-    started = noted(notes)[before:]
+    started = noted_pids(notes)[before:]
     assert len(started) == 2
-    wait_until(lambda: not any(map(runs, started)))
+    wait_until(lambda: not any(map(is_running, started)))
 
 
 SWEEP = """
 import os, time
-from scripted_workers import note
+from scripted_workers import note_pid
 from planted import CPU
 from attnbench.harness.sweep.worker_process import Worker
 from test_worker_process import CASE, SETTING, plan
@@ -250,7 +250,7 @@ worker.ask("open", CASE, seconds=600.0)
 holder = os.fork()  # which has all that is open here, and outlives the sweep
 if holder == 0:
     time.sleep(1000.0)
-note(holder)
+note_pid(holder)
 worker.ask("prepare", plan("locks"), seconds=1000.0)
 """
 
@@ -336,16 +336,16 @@ def test_the_server_ends_with_the_last_of_its_workers(no_server_yet):
 
 def test_a_sweep_that_is_killed_takes_its_workers_along(notes):
     """Even one in a loop that lets no other thread run."""
-    before = len(noted(notes))
+    before = len(noted_pids(notes))
     path = os.pathsep.join([SUPPORT, str(Path(__file__).parent)])
     sweep = subprocess.Popen([sys.executable, "-c", SWEEP], env={**os.environ, "PYTHONPATH": path})
     try:
-        wait_until(lambda: len(noted(notes)) > before + 1 or sweep.poll() is not None)
-        holder, pid = noted(notes)[before:]
-        assert runs(pid)
+        wait_until(lambda: len(noted_pids(notes)) > before + 1 or sweep.poll() is not None)
+        holder, pid = noted_pids(notes)[before:]
+        assert is_running(pid)
     finally:
         sweep.kill()
         sweep.wait()
-    wait_until(lambda: not runs(pid))
-    assert runs(holder)
+    wait_until(lambda: not is_running(pid))
+    assert is_running(holder)
     os.kill(holder, signal.SIGKILL)

@@ -34,7 +34,7 @@ BREAKS = "paced:bf16-breaks"
 
 
 @contextmanager
-def paced_kernels() -> Iterator[None]:
+def delayed_kernels_installed() -> Iterator[None]:
     """Kernels of which the first in the declared order is the slowest."""
     with pytest.MonkeyPatch.context() as patch:
         delayed_kernels.install(patch.setattr)
@@ -44,7 +44,7 @@ def paced_kernels() -> Iterator[None]:
     api.forget_choices()
 
 
-def measuring_nothing(patch: pytest.MonkeyPatch) -> list[Work]:
+def record_work(patch: pytest.MonkeyPatch) -> list[Work]:
     """Nothing is measured; the answer lists what would have been, in order."""
     works: list[Work] = []
 
@@ -85,7 +85,7 @@ def rows_of(*lengths: int) -> list[Measurement]:
     return [row(spec(length), plan, ms) for length in lengths for plan, ms in times.items()]
 
 
-def replayed(
+def replay_rows(
     rows: Sequence[Measurement], calls: list[list[AttentionSpec]] | None = None, most: int | None = None
 ) -> Callable[..., Iterator[Finished]]:
     """Instead of measuring: the rows of the specs and plans that are to be measured, in ``calls`` which specs."""

@@ -15,13 +15,13 @@ from attnbench.harness.measure.timing import Timer
 from attnbench.kernels.registry import Registry
 
 SOURCE = "delayed_kernels:paced"
-HOW = "PACED_BREAKS"  # how paced:bf16-breaks breaks: it dies or hangs
+BREAKS_HOW = "PACED_BREAKS"  # how paced:bf16-breaks breaks: it dies or hangs
 HANG_SECONDS = 600.0
 SLOW, FAST = 0.03, 0.01
 
 
-def breaking(value: Any) -> Any:
-    how = os.environ.get(HOW)
+def run_or_break(value: Any) -> Any:
+    how = os.environ.get(BREAKS_HOW)
     if how == "dies":
         os._exit(7)
     return slowly(HANG_SECONDS if how == "hangs" else SLOW, value)
@@ -31,7 +31,7 @@ def paced() -> Registry:
     """What runs where nothing is known is slow, another is faster, and the fastest computes in FP8."""
     changes = {
         "paced:bf16-slow": partial(slowly, SLOW),
-        "paced:bf16-breaks": breaking,
+        "paced:bf16-breaks": run_or_break,
         "paced:bf16-fast": partial(slowly, FAST),
         "paced:fp8": same,
     }

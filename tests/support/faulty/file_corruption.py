@@ -7,7 +7,7 @@ import json
 import math
 import random
 
-WEIRD = [
+ODD_VALUES = [
     None, True, False, 0, -1, 1, 10**17, 10**400, -(10**19), 2**31, 0.0, -0.0, 5e-324, 1e-7, 1e308, math.inf, -math.inf,
     math.nan, -0.5, "", "inf", "nan", "auto", "a:bf16", "fast:fp8", "fast:fp8>", "a:fp8>a:bf16", ">", "\x00",
     "\x1b]0;x\x07", "\ud800", "\u202e", "x" * 3000, [], {}, [[]], [None], {"": {}}, {"left": -1}, {"normal": 0},
@@ -26,7 +26,7 @@ def nodes(data: object) -> list[tuple[object, object]]:
     return [found for key in keys for found in ((data, key), *nodes(data[key]))]
 
 
-def restructured(whole: bytes, chance: random.Random) -> bytes:
+def restructure_json(whole: bytes, chance: random.Random) -> bytes:
     """JSON with some of its values replaced, removed, renamed, moved, repeated or multiplied."""
     data = json.loads(whole)
     for _ in range(chance.choice([1, 1, 1, 2, 4])):
@@ -38,7 +38,7 @@ def restructured(whole: bytes, chance: random.Random) -> bytes:
         if move == 0:
             del container[key]
         elif move == 1 and isinstance(container, dict):
-            container[str(chance.choice(WEIRD))] = container.pop(key)
+            container[str(chance.choice(ODD_VALUES))] = container.pop(key)
         elif move == 2:
             other, place = chance.choice(places)
             container[key] = copy.deepcopy(other[place])
@@ -47,18 +47,18 @@ def restructured(whole: bytes, chance: random.Random) -> bytes:
         elif move == 4 and isinstance(container[key], (int, float)) and abs(container[key]) < 1e300:
             container[key] = container[key] * chance.choice([-1, 0, 1e-9, 1e-3, 7, 1e9, 2**40])
         else:
-            container[key] = chance.choice(WEIRD)
+            container[key] = chance.choice(ODD_VALUES)
     return json.dumps(data, indent=chance.choice([None, 1])).encode("utf-8", "surrogatepass")
 
 
-def flipped(whole: bytes, chance: random.Random) -> bytes:
+def flip_bits(whole: bytes, chance: random.Random) -> bytes:
     data = bytearray(whole)
     for _ in range(chance.choice([1, 1, 2, 8])):
         data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
     return bytes(data)
 
 
-def spliced(whole: bytes, chance: random.Random) -> bytes:
+def splice(whole: bytes, chance: random.Random) -> bytes:
     """A piece of the file or a token in the place of another piece."""
     start, stop, here = (chance.randrange(len(whole)) for _ in range(3))
     piece = chance.choice([whole[start:stop], chance.choice(TOKENS), chance.choice(TOKENS) * 5])

@@ -113,7 +113,7 @@ def one_value(value: float) -> Callable[[Tensor], Tensor]:
     return change
 
 
-def within(one: float, other: float, share: float) -> bool:
+def is_close(one: float, other: float, share: float) -> bool:
     """Whether two numbers are that close, in shares of the second."""
     return math.isclose(one, other, rel_tol=0, abs_tol=share * abs(other))
 

@@ -17,14 +17,14 @@ import torch
 
 from attnbench.kernels.registry import Registry, registry
 
-__all__ = ["registry_of_slowed"]
+__all__ = ["slowed_registry"]
 
 _REPEATS = 25
 _CYCLES = 2_000_000
 
 
 @lru_cache(maxsize=1)
-def registry_of_slowed() -> Registry:
+def slowed_registry() -> Registry:
     """The installed kernels, slowed down where the file says so."""
     known = registry()
     for kernel in known.forwards.values():

@@ -10,18 +10,18 @@ from attnbench.backends.reference import BACKEND as REFERENCE
 from attnbench.kernels.contract import Availability, Backend, Operands, Result
 from attnbench.kernels.registry import Registry
 
-NOTED = "ATTNBENCH_TEST_NOTED"
+LOG_FILE = "ATTNBENCH_TEST_NOTED"
 
 
-class Noting(Forward):
+class LoggingForward(Forward):
     def run(self, operands: Operands) -> Result:
-        with open(os.environ[NOTED], "a") as file:
+        with open(os.environ[LOG_FILE], "a") as file:
             file.write(f"{os.getpid()} {operands.spec}\n")
-        if operands.spec.softcap and not os.path.exists(os.environ[NOTED] + ".ended"):
-            open(os.environ[NOTED] + ".ended", "x").close()
+        if operands.spec.softcap and not os.path.exists(os.environ[LOG_FILE] + ".ended"):
+            open(os.environ[LOG_FILE] + ".ended", "x").close()
             os._exit(3)
         return super().run(operands)
 
 
 def registry() -> Registry:
-    return Registry([REFERENCE, Backend("mine", "a test's", lambda: Availability(version="1"), (Noting(),))])
+    return Registry([REFERENCE, Backend("mine", "a test's", lambda: Availability(version="1"), (LoggingForward(),))])

@@ -22,7 +22,7 @@ LONG = [
 ]
 
 
-def exactly_eight_bits(x: Tensor) -> Tensor:
+def rounded_to_e4m3(x: Tensor) -> Tensor:
     """x (B, H, S, D) rounded to quarters up to 2, which e4m3 holds with any power of two for a scale."""
     return (x.float().clamp(-2, 2) * 4).round().div(4).to(x.dtype)
 
@@ -39,7 +39,7 @@ def make(seqlen_q: int, seqlen_kv: int, **more: object) -> tuple[AttentionSpec, 
     q = normal(spec.heads, seqlen_q, spec.head_dim)
     k = normal(spec.kv_heads, seqlen_kv, spec.head_dim)
     v = normal(spec.kv_heads, seqlen_kv, spec.head_dim_v)
-    return spec, (q, k, v, exactly_eight_bits(normal(spec.heads, seqlen_q, spec.head_dim_v)))
+    return spec, (q, k, v, rounded_to_e4m3(normal(spec.heads, seqlen_q, spec.head_dim_v)))
 
 
 def saved(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, recipes: tuple[Recipe, ...]) -> Saved:
@@ -65,7 +65,7 @@ def check(kernel: BackwardKernel, given: Saved, grad_out: Tensor, allowed: float
         assert error <= allowed * max(wanted.norm().item(), 0.1 * size, 1e-6), (name, error, wanted.norm(), size)
 
 
-def moved(x: Tensor) -> Tensor:
+def misaligned(x: Tensor) -> Tensor:
     """The same numbers, from a place on that is no multiple of 16 bytes, where TMA cannot begin to read."""
     memory = torch.zeros(x.numel() + 16 // x.element_size() + 1, dtype=x.dtype)
     begin = -memory.data_ptr() % 16 // x.element_size() + 1
@@ -74,11 +74,11 @@ def moved(x: Tensor) -> Tensor:
     return there.copy_(x)
 
 
-def beside(x: Tensor) -> Tensor:
+def interleaved_heads(x: Tensor) -> Tensor:
     """The same numbers, heads side by side in memory."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def wider(x: Tensor) -> Tensor:
+def with_row_padding(x: Tensor) -> Tensor:
     """The same numbers, with others behind each row."""
     return torch.cat([x, torch.ones_like(x)], 3)[..., : x.shape[3]]

@@ -97,7 +97,7 @@ def compiling() -> Iterator[list[Any]]:
             driver._active = before
 
 
-def assembled(sources: str, kernels: Sequence[object], folder: Path) -> list[dict[str, Any]]:
+def assembly_of(sources: str, kernels: Sequence[object], folder: Path) -> list[dict[str, Any]]:
     """What ptxas says of each kernel, its machine code, its bytes of shared memory and its ttgir.
 
     None waits for its products one by one, takes more shared memory than there is or has barriers that idle.
@@ -109,7 +109,7 @@ def assembled(sources: str, kernels: Sequence[object], folder: Path) -> list[dic
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     if not all((tools / name).exists() for name in ("ptxas", "cuobjdump")):
         pytest.skip("this Triton brings no ptxas")
-    found = printed(_DESCRIPTORS + sources + _ASSEMBLE, str(tools), folder=folder, said=kernels)
+    found = json_output_of(_DESCRIPTORS + sources + _ASSEMBLE, str(tools), folder=folder, said=kernels)
     for each in found:
         assert "C75" not in each["said"], each["said"]  # wgmma that ptxas waits for one by one
         assert int(each["shared"]) <= SHARED_MEMORY
@@ -117,7 +117,7 @@ def assembled(sources: str, kernels: Sequence[object], folder: Path) -> list[dic
     return found
 
 
-def printed(program: str, *arguments: str, folder: Path, said: object = None) -> Any:
+def json_output_of(program: str, *arguments: str, folder: Path, said: object = None) -> Any:
     """What a program prints in JSON that reads ``said`` from stdin; its kernels are compiled into ``folder``."""
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     paths = os.pathsep.join([SUPPORT, environment.get("PYTHONPATH", "")]).strip(os.pathsep)

@@ -18,7 +18,7 @@ import torch
 from agreement_sweep import visible
 from dense import distance
 from gluon_on_cpu import emulated
-from supervised_work import Begun, Done, Lost
+from supervised_work import ItemDone, ItemLost, ItemStarted
 from torch import Tensor
 
 from attnbench import AttentionSpec, Mask
@@ -221,8 +221,8 @@ def check_all(jobs: list[Job], say: Callable[[Any], None]) -> None:
     torch.zeros(1, device="cuda" if on_gpu else "cpu")  # the GPU's context takes long, and is no case's
     with nullcontext() if on_gpu else on_cpu(lambda: True):
         for job in jobs:
-            say(Begun(job))
-            say(Done(job, problem_of(job)))
+            say(ItemStarted(job))
+            say(ItemDone(job, problem_of(job)))
 
 
 def problem_of(job: Job) -> str | None:
@@ -286,7 +286,7 @@ def on_cpu(late: Callable[[], bool], ran: Callable[[str, Prepared], None] | None
 def wrong(jobs: list[Job], found: dict[Job, Any]) -> list[str]:
     """A line for each job that is not right."""
     said = {job: found.get(job, "not reached in time") for job in jobs}
-    return [f"{name_of(job)}: {x.reason if isinstance(x, Lost) else x}" for job, x in said.items() if x]
+    return [f"{name_of(job)}: {x.reason if isinstance(x, ItemLost) else x}" for job, x in said.items() if x]
 
 
 def name_of(job: Job) -> str:

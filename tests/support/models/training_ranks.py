@@ -24,7 +24,7 @@ def main(folder: Path, settings: dict, pause: float) -> None:
     torch.set_num_threads(1)
     with join_ranks("cpu") as ranks:
 
-        def told(history: History) -> None:
+        def report_step(history: History) -> None:
             if ranks.first:
                 print(history.steps, flush=True)
             time.sleep(pause)
@@ -32,14 +32,14 @@ def main(folder: Path, settings: dict, pause: float) -> None:
         trainable = build_small(small(**settings), ranks.device, dropout=ranks.world == 1)
         conduct = LoopOptions(folder / "checkpoints", EVERY)
         kept = []
-        train(trainable, ranks, conduct, lambda history: (kept.append(history), told(history)), resume=True)
+        train(trainable, ranks, conduct, lambda history: (kept.append(history), report_step(history)), resume=True)
         if ranks.first:
             history = kept[-1]
             said = {"loss": history.loss, "grad_norm": history.grad_norm, "resumed_at": history.resumed_at}
             (folder / "found.json").write_text(json.dumps(said))
 
 
-def together(folder: Path, settings: dict, world: int) -> None:
+def run_forked_ranks(folder: Path, settings: dict, world: int) -> None:
     """As many ranks, forked from this process, which has loaded torch for all; exits with 1 where one of them fails."""
     ranks = []
     for rank in range(world):
@@ -58,5 +58,5 @@ def together(folder: Path, settings: dict, world: int) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 4:
-        together(Path(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[4]))
+        run_forked_ranks(Path(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[4]))
     main(Path(sys.argv[1]), json.loads(sys.argv[2]), float(sys.argv[3]))

@@ -64,7 +64,7 @@ def fails(run: Run | subprocess.CompletedProcess[str], code: int, *said: str) ->
         assert each in run.stderr
 
 
-def named(run: Run | subprocess.CompletedProcess[str], code: int, *said: str) -> None:
+def fails_in_one_line(run: Run | subprocess.CompletedProcess[str], code: int, *said: str) -> None:
     """The same for an error of ours: one line that begins with the program's name."""
     fails(run, code, *said)
     assert run.stderr.startswith("attnbench: ")

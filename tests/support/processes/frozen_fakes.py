@@ -66,7 +66,7 @@ def table(*order: str) -> Table:
 
 
 @contextmanager
-def planted(patch: pytest.MonkeyPatch) -> Iterator[Callable[..., Registry]]:
+def fake_choices(patch: pytest.MonkeyPatch) -> Iterator[Callable[..., Registry]]:
     """The fake kernels, and no table; what is given makes one of plans in their order, and answers the kernels."""
     known = kernels()
     install(patch, known)
@@ -80,11 +80,11 @@ def planted(patch: pytest.MonkeyPatch) -> Iterator[Callable[..., Registry]]:
     demotions.forget()
 
 
-def plans(path: Path) -> list[str]:
+def frozen_plans(path: Path) -> list[str]:
     return sorted(str(answer.plan) for answer in Frozen.load(path).plans.values())
 
 
-def rewritten(path: Path, before: str, after: str) -> None:
+def replace_in_file(path: Path, before: str, after: str) -> None:
     text = path.read_text()
     assert before in text
     path.write_text(text.replace(before, after))

@@ -69,7 +69,7 @@ def run(rank: int, folder: Path, missing: str, favourite: str, *kinds: str) -> N
             attention(*tensors(length))
         for kind in kinds:
             torch._dynamo.reset()
-            net, x = ranks._wrapped(kind), ranks.batches()[rank]
+            net, x = ranks.distributed_model(kind), ranks.batches()[rank]
             net(x).square().mean().backward()
             checkpoint(net, x.clone().requires_grad_(), use_reentrant=False).square().mean().backward()
     found = {"alone": alone, "ran": {spec: sorted(set(plans)) for spec, plans in ran.items()}}

@@ -11,7 +11,7 @@ from patience import PATIENCE
 from places import SUPPORT
 
 
-def alone() -> dict[str, str]:
+def environment_without_xdist() -> dict[str, str]:
     """The environment without what says that xdist is on, where pytest-benchmark measures nothing."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
 
@@ -24,7 +24,7 @@ def pytest_in(folder: Path, *arguments: object, **environ: str) -> subprocess.Co
         text=True,
         timeout=PATIENCE,
         cwd=folder,
-        env={**alone(), "PYTHONPATH": os.pathsep.join([str(folder), SUPPORT]), **environ},
+        env={**environment_without_xdist(), "PYTHONPATH": os.pathsep.join([str(folder), SUPPORT]), **environ},
         check=False,
     )
 

@@ -97,7 +97,7 @@ def gradients(net: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return {name.removeprefix("module."): each.grad for name, each in net.named_parameters()}
 
 
-def _wrapped(kind: str) -> nn.Module:
+def distributed_model(kind: str) -> nn.Module:
     net = model()
     if kind.startswith("fsdp2"):
         mesh = init_device_mesh("cpu", (RANKS,))
@@ -116,7 +116,7 @@ def main(rank: int, folder: Path) -> None:
     join(rank, folder / "store")
     for kind in KINDS:
         torch._dynamo.reset()
-        found = gradients(_wrapped(kind), batches()[rank])
+        found = gradients(distributed_model(kind), batches()[rank])
         whole = {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in found.items()}
         if rank == 0:
             torch.save(whole, folder / f"{kind}.pt")

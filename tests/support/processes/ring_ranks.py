@@ -69,7 +69,7 @@ def errors(mesh, plan, causal=True, layout="bhsd"):
     return {name: relative_l2(one, other) for name, one, other in pairs} | {"sent": sent}
 
 
-def raised(act):
+def message_of(act):
     """What ``act`` raises of ours, in words."""
     try:
         act()
@@ -84,13 +84,13 @@ def attend(mesh, length=8, **asked):
         return attention(x, x, x, **asked)
 
 
-def late(mesh, rank):
+def mismatched_lengths_after_agreement(mesh, rank):
     """Ranks that agreed on two lengths before, and now differ."""
     for length in (8, 12):
         attend(mesh, length)
     with mock.patch.dict(os.environ, {"ATTNBENCH_CHECK": "1"}):
         attend(mesh, 8)
-        return raised(lambda: attend(mesh, 12 if rank else 8))
+        return message_of(lambda: attend(mesh, 12 if rank else 8))
 
 
 def buffers(mesh):
@@ -107,11 +107,13 @@ def buffers(mesh):
         "no name": {"buffers": [torch.zeros(16)]},
         "a stranger": {"no_restore_buffers": {torch.zeros(16)}},
     }
-    said = {what: raised(lambda each=each: context_parallel(mesh, **each).__enter__()) for what, each in wrong.items()}
+    said = {
+        what: message_of(lambda each=each: context_parallel(mesh, **each).__enter__()) for what, each in wrong.items()
+    }
     return {"inside": inside, "after": tokens[0].tolist(), "lost": lost.tolist(), "wrong": said}
 
 
-def composed(mesh, compiled):
+def fsdp_checkpoint_error(mesh, compiled):
     """The gradients of a model in FSDP2 whose layers are computed again, worst over its parameters."""
     x = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(1))
     truth = ranks.gradients(ranks.model("sdpa-flash:fp32"), x)
@@ -127,7 +129,7 @@ def composed(mesh, compiled):
     return max(relative_l2(each.full_tensor(), truth[name]) for name, each in found.items())
 
 
-def through_sdpa(mesh):
+def sdpa_error(mesh):
     """The relative error of calls of torch's SDPA."""
     whole = draw(torch.float32)[:3]
     with torch.no_grad(), context_parallel(mesh), replaced(backend="sdpa-flash") as calls:
@@ -137,7 +139,7 @@ def through_sdpa(mesh):
     return {"error": relative_l2(out, shard(mesh, truth, 2)), "served": calls.served}
 
 
-def llama(mesh):
+def llama_error(mesh):
     """The relative error of a model of transformers, whose tokens and positions the ranks share."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -155,7 +157,9 @@ def llama(mesh):
         own = [shard(mesh, x, 1) for x in (tokens, positions)]
         found = model(own[0], position_ids=own[1], attention_mask=torch.ones_like(own[0])).logits
         # Without a mask positions that leap begin a sequence; the last rank's do not leap.
-        split = raised(lambda: model(own[0], position_ids=own[1], use_cache=False)) if mesh.get_rank() == 0 else None
+        split = (
+            message_of(lambda: model(own[0], position_ids=own[1], use_cache=False)) if mesh.get_rank() == 0 else None
+        )
     return {"error": relative_l2(found, shard(mesh, truth, 1)), "split": split}
 
 
@@ -176,7 +180,7 @@ def losses(rank, size, folder):
     return found
 
 
-def torchs_ring(mesh):
+def torch_ring_message(mesh):
     """What torch's ring, which a training with sdpa is in, says on a CPU."""
     from attnbench.harness.training.config import TrainConfig
     from attnbench.harness.training.run.parallel import _sharing
@@ -198,39 +202,39 @@ def check(mesh, rank, size, folder, thorough):
         if thorough or name == "e4m3":
             yield f"{name} whole", errors(mesh, plan, causal=False)
     yield "rows first", errors(mesh, PLANS["fp32"], causal=False, layout="bshd")
-    yield "unequal lengths", raised(lambda: attend(mesh, length=10 if rank else 8))
-    yield "late", late(mesh, rank)
-    yield "another plan", raised(lambda: attend(mesh, backend="reference" if rank else "sdpa-flash"))
-    yield "one refuses", raised(lambda: attend(mesh, backend="fa3" if rank else "sdpa-flash"))
-    yield "window", raised(lambda: attend(mesh, window=(2, 0)))
-    yield "odd", raised(lambda: attend(mesh, length=9, is_causal=True))
+    yield "unequal lengths", message_of(lambda: attend(mesh, length=10 if rank else 8))
+    yield "late", mismatched_lengths_after_agreement(mesh, rank)
+    yield "another plan", message_of(lambda: attend(mesh, backend="reference" if rank else "sdpa-flash"))
+    yield "one refuses", message_of(lambda: attend(mesh, backend="fa3" if rank else "sdpa-flash"))
+    yield "window", message_of(lambda: attend(mesh, window=(2, 0)))
+    yield "odd", message_of(lambda: attend(mesh, length=9, is_causal=True))
     with context_parallel(mesh):
         x = torch.randn(1, 2, 8, 16)
-        yield "explain", raised(lambda: explain(x, x, x))
+        yield "explain", message_of(lambda: explain(x, x, x))
         yield "choices", {part: str(each.plan) for part, each in explain_parts(x, x, x, is_causal=True).items()}
     yield "buffers", buffers(mesh)
-    yield "through sdpa", through_sdpa(mesh)
-    yield "composed", composed(mesh, False)
+    yield "through sdpa", sdpa_error(mesh)
+    yield "composed", fsdp_checkpoint_error(mesh, False)
     if thorough and os.environ.get("TRITON_INTERPRET") == "1":  # without it no kernel of ours runs on a CPU
         yield "rotated", errors(mesh, "triton:fp8>triton:fp8")
     if thorough:
         yield "losses", losses(rank, size, folder)
-        yield "llama", llama(mesh)
-        yield "torch's ring", torchs_ring(mesh)
-        yield "composed, compiled", composed(mesh, True)
+        yield "llama", llama_error(mesh)
+        yield "torch's ring", torch_ring_message(mesh)
+        yield "composed, compiled", fsdp_checkpoint_error(mesh, True)
     alone = dist.new_group([size - 1])
     if rank == size - 1:
-        yield "alone", errors_alone(alone)
+        yield "alone", single_rank_error(alone)
     else:
-        yield "outside", raised(lambda: Group(alone))
+        yield "outside", message_of(lambda: Group(alone))
     dist.barrier()
     if rank == size - 1:
         os._exit(0)  # as a crash would
     if rank == 0:
-        yield "crashed", [raised(partial(attend, mesh, length)) for length in (8, 16)]  # agreed on, and new
+        yield "crashed", [message_of(partial(attend, mesh, length)) for length in (8, 16)]  # agreed on, and new
 
 
-def errors_alone(group):
+def single_rank_error(group):
     x = torch.randn(1, 2, 8, 16, requires_grad=True)
     with context_parallel(group):
         shared = attention(x, x, x, is_causal=True)

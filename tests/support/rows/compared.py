@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from fakes import an_environment
 from places import RESULTS
-from row_facts import changed, measurement
+from row_facts import measurement, with_facts
 
 from attnbench.harness.compare.terms import Limits, Terms
 from attnbench.harness.results.records import Measurement
@@ -80,4 +80,4 @@ def slowed(row: Measurement, ratio: float, costs: Iterable[str] = ()) -> Measure
         cost: [sample * ratio for sample in samples] if cost in chosen else samples
         for cost, samples in row.time_ms.items()
     }
-    return changed(row, time_ms=times)
+    return with_facts(row, time_ms=times)

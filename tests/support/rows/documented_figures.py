@@ -38,7 +38,7 @@ def row(sweep: str, spec: str, plan: str) -> Measurement:
     return max(found, key=lambda each: each.started)
 
 
-def took(sweep: str, spec: str, plan: str, cost: Cost) -> float:
+def median_ms(sweep: str, spec: str, plan: str, cost: Cost) -> float:
     return statistics.median(row(sweep, spec, plan).time_ms[cost])
 
 
@@ -51,14 +51,14 @@ MANY = "b1 h8 q2048-k{} d128 bf16 causal/bottom-right forward"
 def tflops(plan: str) -> float:
     spec = row("facts", LONG, plan).spec
     products = 4 * spec.batch * spec.heads * spec.seqlen_q * spec.seqlen_kv * spec.head_dim
-    return products / took("facts", LONG, plan, "kernel") / 1e9
+    return products / median_ms("facts", LONG, plan, "kernel") / 1e9
 
 
-def drift(spec: str, keys: int, plan: str, family: str = "biased-v") -> float:
+def error_of(spec: str, keys: int, plan: str, family: str = "biased-v") -> float:
     return row("keys", spec.format(keys), plan).error[family]["out"]
 
 
-def normal(kernel: str) -> tuple[float, float]:
+def normal_error_range(kernel: str) -> tuple[float, float]:
     entries: Sequence[Entry] = [
         entry
         for entry in figures.shipped().entries.values()
@@ -68,7 +68,7 @@ def normal(kernel: str) -> tuple[float, float]:
     return min(errors), max(errors)
 
 
-def from_facts_to_inference() -> list[float]:
+def time_changes_between_sweeps() -> list[float]:
     """How much longer medians of a kernel on a spec are in the second sweep: twentieths of all there are."""
     before, after = (
         {
@@ -82,7 +82,7 @@ def from_facts_to_inference() -> list[float]:
     return statistics.quantiles(changes, n=20, method="inclusive")
 
 
-def farthest_errors() -> float:
+def largest_error_change() -> float:
     """How far errors of a kernel on a spec, family and tensor lie apart between sweeps, at most, as a share."""
     seen: dict[tuple[object, ...], dict[str, float]] = {}
     for sweep in ("quick", "facts", "inference", "training", "step"):
@@ -95,7 +95,7 @@ def farthest_errors() -> float:
 
 
 @cache
-def visible_in(sweep: str) -> list[float]:
+def detectable_slowdowns(sweep: str) -> list[float]:
     """What each row of a sweep could have shown, had another been like it."""
     rows = {each.key: each for each in figures.rows(sweep)}
     outcomes = compare_results(rows, rows, Terms()).outcomes
@@ -103,7 +103,7 @@ def visible_in(sweep: str) -> list[float]:
 
 
 @cache
-def memories() -> list[float]:
+def memory_ratios() -> list[float]:
     """How far the memory of a call of one plan on one case lies apart in two sweeps."""
     one, other = (
         {
@@ -116,7 +116,7 @@ def memories() -> list[float]:
     return [max(one[key] / other[key], other[key] / one[key]) for key in one.keys() & other.keys()]
 
 
-def planted(device: str) -> list[float]:
+def gate_power_figures(device: str) -> list[float]:
     """Of slow-downs made on purpose: rows and runs, the shortest and longest run, then by size those found of all."""
     with gzip.open(ROOT / "results" / device / "gate" / "power.jsonl.gz", "rt", encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
@@ -130,7 +130,7 @@ def planted(device: str) -> list[float]:
     return [*told, others.count("slower"), len(others)]
 
 
-def declared(kernel: str) -> float:
+def declared_error(kernel: str) -> float:
     return registry().forward(kernel).declared_error
 
 
@@ -157,7 +157,7 @@ def ring() -> dict[tuple[str, int], dict[str, float]]:
     return {(row["what"], row["length"]): {"ms": row["median_ms"], **row.get("error", {})} for row in rows}
 
 
-def over_ring(slower: str, faster: str) -> list[float]:
+def ring_speedups(slower: str, faster: str) -> list[float]:
     """How many times as fast one arm is as another, at 64k and 128k tokens."""
     return [ring()[slower, length]["ms"] / ring()[faster, length]["ms"] for length in (65536, 131072)]
 
@@ -179,15 +179,15 @@ HELD: list[tuple[str, str, Callable[[], Sequence[float]]]] = [
     (
         "backends/fa3.md",
         r"Declared error on normal inputs: ([\d.]+) \(([\d.]+) to ([\d.]+) was measured",
-        lambda: (declared("fa3:fp8"), *normal("fa3:fp8")),
+        lambda: (declared_error("fa3:fp8"), *normal_error_range("fa3:fp8")),
     ),
     (
         "backends/fa3.md",
         r"when V has a mean: ([\d.]+) at 64k keys and ([\d.]+) at 128k with a mean of 0.5, against ([\d.]+) on normal",
         lambda: (
-            drift(MANY, 65536, "fa3:fp8"),
-            drift(MANY, 131072, "fa3:fp8"),
-            drift(MANY, 65536, "fa3:fp8", "normal"),
+            error_of(MANY, 65536, "fa3:fp8"),
+            error_of(MANY, 131072, "fa3:fp8"),
+            error_of(MANY, 65536, "fa3:fp8", "normal"),
         ),
     ),
     (
@@ -195,21 +195,21 @@ HELD: list[tuple[str, str, Callable[[], Sequence[float]]]] = [
         r"on 64k keys take ([\d.]+) ms, where .* does not split, takes ([\d.]+)\. .* of 0.5 in V is ([\d.]+) and not "
         r"([\d.]+) \(",
         lambda: (
-            took("keys", FEW.format(65536), "fa3:fp8", "kernel"),
-            took("keys", FEW.format(65536), "flashinfer:fp8", "kernel"),
-            drift(FEW, 65536, "fa3:fp8"),
-            drift(FEW, 65536, "flashinfer:fp8"),
+            median_ms("keys", FEW.format(65536), "fa3:fp8", "kernel"),
+            median_ms("keys", FEW.format(65536), "flashinfer:fp8", "kernel"),
+            error_of(FEW, 65536, "fa3:fp8"),
+            error_of(FEW, 65536, "flashinfer:fp8"),
         ),
     ),
     (
         "backends/flex.md",
         r"Declared error on normal inputs: ([\d.]+) \(([\d.]+) to ([\d.]+) was measured",
-        lambda: (declared("flex:fp8"), *normal("flex:fp8")),
+        lambda: (declared_error("flex:fp8"), *normal_error_range("flex:fp8")),
     ),
     (
         "backends/flex.md",
         r"([\d.]+) ms for the kernel and ([\d.]+) ms for the whole call",
-        lambda: (took("facts", FACT, "flex:fp8", "kernel"), took("facts", FACT, "flex:fp8", "call")),
+        lambda: (median_ms("facts", FACT, "flex:fp8", "kernel"), median_ms("facts", FACT, "flex:fp8", "call")),
     ),
     (
         "backends/emulated.md",
@@ -223,28 +223,28 @@ HELD: list[tuple[str, str, Callable[[], Sequence[float]]]] = [
     (
         "how-to/compare.md",
         r"of one kernel on one spec differ by −(\d+) % to \+(\d+) % \(the middle 90 %\)",
-        lambda: (-100 * from_facts_to_inference()[0], 100 * from_facts_to_inference()[-1]),
+        lambda: (-100 * time_changes_between_sweeps()[0], 100 * time_changes_between_sweeps()[-1]),
     ),
-    ("how-to/compare.md", r"at most (\d+) % apart", lambda: (100 * farthest_errors(),)),
+    ("how-to/compare.md", r"at most (\d+) % apart", lambda: (100 * largest_error_change(),)),
     (
         "how-to/compare.md",
         r"a slow-down of ([\d.]+) % would have been found in the best row and of ([\d.]+) % in the median one",
-        lambda: [100 * each(visible_in("quick")) for each in (min, statistics.median)],
+        lambda: [100 * each(detectable_slowdowns("quick")) for each in (min, statistics.median)],
     ),
     (
         "how-to/compare.md",
         r"of (\d+) rows that two committed sets share none differs by more than ([\d.]+) %",
-        lambda: (len(memories()), 100 * (max(memories()) - 1)),
+        lambda: (len(memory_ratios()), 100 * (max(memory_ratios()) - 1)),
     ),
     (
         "how-to/ci.md",
         r"an H200, (\d+) rows, limit 3 %, (\d+) runs of (\d+) to (\d+) s" + 4 * r"[ |]+(\d+) of (\d+)",
-        lambda: planted("nvidia-h200"),
+        lambda: gate_power_figures("nvidia-h200"),
     ),
     (
         "how-to/ci.md",
         r"two cores, (\d+) rows, limit 5 %, (\d+) runs of (\d+) to (\d+) s[ |]+not asked" + 3 * r"[ |]+(\d+) of (\d+)",
-        lambda: planted("amd-epyc"),
+        lambda: gate_power_figures("amd-epyc"),
     ),
     (
         "tables.md",
@@ -276,8 +276,8 @@ HELD: list[tuple[str, str, Callable[[], Sequence[float]]]] = [
         r" times as fast as torch's with cuDNN\. Two GPUs are ([\d.]+) and ([\d.]+) times as fast as one in FP8,"
         r" and ([\d.]+) and ([\d.]+) times in 16 bits",
         lambda: [
-            *(over_ring("bf16, ring", "fp8, ring") + over_ring("torch cudnn, ring", "fp8, ring")),
-            *(over_ring("fp8, one", "fp8, ring") + over_ring("bf16, one", "bf16, ring")),
+            *(ring_speedups("bf16, ring", "fp8, ring") + ring_speedups("torch cudnn, ring", "fp8, ring")),
+            *(ring_speedups("fp8, one", "fp8, ring") + ring_speedups("bf16, one", "bf16, ring")),
         ],
     ),
     (

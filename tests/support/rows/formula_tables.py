@@ -14,7 +14,7 @@ KNOWN = fake_registry(
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 MASKS = (Mask(), Mask(right=0))
 # A short launch and a low rate, the other way round, and a plan in 8 bits: (ms, ms per tera-operation, error).
-LAWS = {"near:bf16": (0.02, 2.0, 0.002), "far:bf16": (0.2, 1.5, 0.002), "far:fp8": (0.3, 1.0, 0.06)}
+FORMULAS = {"near:bf16": (0.02, 2.0, 0.002), "far:bf16": (0.2, 1.5, 0.002), "far:fp8": (0.3, 1.0, 0.06)}
 
 
 def spec(length: int, **more) -> AttentionSpec:
@@ -28,7 +28,7 @@ def entry(at: AttentionSpec, plan: str, time: float, error: float) -> Entry:
     return Entry(at, Plan.parse(plan), "ok", time, 0.002 * time, {"outlier": error})
 
 
-def lawful(laws=LAWS, specs=SPECS) -> Table:
+def formula_table(laws=FORMULAS, specs=SPECS) -> Table:
     entries = (
         entry(at, plan, launch + rate * at.flops / 1e12, error)
         for at in specs

@@ -27,7 +27,7 @@ MASKS = [
 ]
 
 
-def quantising_forward_agrees(
+def assert_quantising_forward_agrees(
     kernel: ForwardKernel, specs: Iterable[AttentionSpec], floor: float, say: Callable[[str], None]
 ) -> None:
     """It refuses a spec or agrees with dense FP64, and within ``floor`` with exact attention on what it quantised."""
@@ -43,7 +43,7 @@ def quantising_forward_agrees(
     assert sweep.served[f"{kernel.name} fwd"] > 20
 
 
-def descales_are_used(kernel: ForwardKernel, kv_heads: int, *, lengths: tuple[int, int], mask: Mask) -> None:
+def assert_descales_are_used(kernel: ForwardKernel, kv_heads: int, *, lengths: tuple[int, int], mask: Mask) -> None:
     """Random ones of each head, large ones too: hidden keys stay hidden whatever the scores are before them."""
     spec = AttentionSpec.make(
         batch=3, heads=8, kv_heads=kv_heads, seqlen_q=lengths[0], seqlen_kv=lengths[1], head_dim=128, dtype="e4m3",
@@ -63,7 +63,7 @@ def descales_are_used(kernel: ForwardKernel, kv_heads: int, *, lengths: tuple[in
     assert dense.relative_l2(result.lse, lse) < 0.001
 
 
-def many_elements_agree(kernels: Iterable[ForwardKernel]) -> None:
+def assert_many_elements_agree(kernels: Iterable[ForwardKernel]) -> None:
     """Of more than 2**31 elements of Q: the first and the last rows."""
     length = 2**20 + 2**14
     spec = AttentionSpec.make(batch=1, heads=16, kv_heads=1, seqlen_q=length, seqlen_kv=256, head_dim=128)
@@ -79,7 +79,7 @@ def many_elements_agree(kernels: Iterable[ForwardKernel]) -> None:
         del out
 
 
-def is_wrong_at_a_scale_below_zero(kernel: ForwardKernel) -> None:
+def assert_wrong_at_a_negative_scale(kernel: ForwardKernel) -> None:
     """Which is why it refuses one."""
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, head_dim=64, mask=Mask(right=0), scale=-40.0)
     assert "positive scale" in kernel.refusals(spec, describe(DEVICE))[0]

@@ -9,7 +9,7 @@ from datetime import datetime, timedelta, timezone
 from html.parser import HTMLParser
 
 from fakes import an_environment
-from row_facts import changed, measurement
+from row_facts import measurement, with_facts
 from small_training import run_of
 
 from attnbench.harness.report.page.results import Results
@@ -56,30 +56,30 @@ def row(plan: str, ms: float, error: float = 0.002, spec: AttentionSpec = SQUARE
     return Measurement.model_validate_json(measurement(**facts | changes).to_line())
 
 
-def lost(plan: str, status: str, reason: str, spec: AttentionSpec = SQUARE, **changes) -> Measurement:
+def failed_row(plan: str, status: str, reason: str, spec: AttentionSpec = SQUARE, **changes) -> Measurement:
     """A row without numbers."""
     facts = {"case": str(spec), "started": BEGAN, "environment": GPU} | changes
     made = Measurement(spec=spec, plan=Plan.parse(plan), status=status, reason=reason, **facts)
     return Measurement.model_validate_json(made.to_line())
 
 
-def later(made: Measurement, hours: float = 1) -> Measurement:
+def at_later_time(made: Measurement, hours: float = 1) -> Measurement:
     return made.model_copy(update={"started": made.started + timedelta(hours=hours)})
 
 
-def elsewhere(made: Measurement, **facts) -> Measurement:
+def in_environment(made: Measurement, **facts) -> Measurement:
     """The same on another machine."""
     return made.model_copy(update={"environment": replace(made.environment, **facts)})
 
 
-def a_sweep() -> list[Measurement]:
+def sweep_rows() -> list[Measurement]:
     """FP8 wins one forward case, loses another, and is fast but wrong in training."""
     return [
         row("fa3:bf16", 1.0),
         row("fa3:fp8", 0.5, 0.08),
         row("flex:fp8", 0.4, 0.3, status="inaccurate", reason="the error of out is 0.3, beyond 0.12", check="error"),
-        lost("te:fp8", "refused", "takes no tensors of this size"),
-        lost("fa4:bf16", "crashed", "the process ended by signal 11; its last line"),
+        failed_row("te:fp8", "refused", "takes no tensors of this size"),
+        failed_row("fa4:bf16", "crashed", "the process ended by signal 11; its last line"),
         row("fa3:bf16", 1.0, spec=CAUSAL),
         row("fa3:fp8", 1.5, 0.08, spec=CAUSAL),
         row("fa4:bf16>fa4:bf16", 3.0, 0.004, spec=LEARNT),
@@ -88,7 +88,7 @@ def a_sweep() -> list[Measurement]:
     ]
 
 
-def told(text: str) -> Results:
+def hostile_results(text: str) -> Results:
     """Results that say ``text`` wherever they may say anything."""
     short = text[:50]
     environment = GPU.to_dict() | dict.fromkeys(
@@ -98,18 +98,18 @@ def told(text: str) -> Results:
     environment |= {"backends": {f"z{text}": text}, "origins": {f"z{text}": text}}
     here = type(GPU).from_dict(environment)
 
-    def said(made: Measurement, **more) -> Measurement:
-        hostile = changed(made, environment=here, case=text, **more)
+    def with_text(made: Measurement, **more) -> Measurement:
+        hostile = with_facts(made, environment=here, case=text, **more)
         return Measurement.model_validate_json(json.dumps(hostile.to_dict()))
 
     odd = {f"z{text}": {"out": 0.2}}
     rows = [
-        said(row("fa3:bf16", 1.0), truth=text, timer=text, ran={"forward": [text]}),
-        said(row("fa3:fp8", 0.5, 0.08), error={**odd, "outlier": {"out": 0.08}}, floor=odd),
-        said(row("flex:fp8", 0.4, 0.3), status="inaccurate", reason=text, check=short),
-        said(lost("te:fp8", "refused", "x"), reason=text),
-        said(lost("fa4:bf16", "crashed", "x"), reason=text),
-        said(row("fa4:bf16>fa4:bf16", 3.0, 0.004, spec=LEARNT)),
+        with_text(row("fa3:bf16", 1.0), truth=text, timer=text, ran={"forward": [text]}),
+        with_text(row("fa3:fp8", 0.5, 0.08), error={**odd, "outlier": {"out": 0.08}}, floor=odd),
+        with_text(row("flex:fp8", 0.4, 0.3), status="inaccurate", reason=text, check=short),
+        with_text(failed_row("te:fp8", "refused", "x"), reason=text),
+        with_text(failed_row("fa4:bf16", "crashed", "x"), reason=text),
+        with_text(row("fa4:bf16>fa4:bf16", 3.0, 0.004, spec=LEARNT)),
     ]
     settings = dict.fromkeys(("model", "size", "data", "linears", "policy"), text)
     runs = [

@@ -9,22 +9,22 @@ from attnbench.harness.results.records import Correctness, Measurement, Performa
 PARTS = {"correctness_": Correctness, "performance_": Performance}
 
 
-def _taken(facts: dict[str, Any], part: str) -> dict[str, Any]:
+def _pop_part(facts: dict[str, Any], part: str) -> dict[str, Any]:
     return {name: facts.pop(name) for name in PARTS[part].model_fields if name in facts}
 
 
 def measurement(**facts: Any) -> Measurement:
     """A record of these facts; a part of which nothing is said is absent."""
     for part, model in PARTS.items():
-        said = _taken(facts, part)
+        said = _pop_part(facts, part)
         if any(value not in (None, {}, []) for value in said.values()):
             facts[part] = model(**said)
     return Measurement(**facts)
 
 
-def changed(row: Measurement, **facts: Any) -> Measurement:
+def with_facts(row: Measurement, **facts: Any) -> Measurement:
     """The row with other facts, none of which is checked."""
     for part in PARTS:
-        if said := _taken(facts, part):
+        if said := _pop_part(facts, part):
             facts[part] = getattr(row, part).model_copy(update=said)
     return row.model_copy(update=facts)

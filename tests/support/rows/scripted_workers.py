@@ -1,4 +1,4 @@
-"""Workers for tests: one without a process, whose answers are chosen, and a registry of kernels that do harm in one."""
+"""Workers for tests: one with scripted answers and no process, and a registry of kernels that damage a process."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from attnbench.harness.sweep import device_sweep
 from attnbench.harness.sweep.worker_process import LostError
 from attnbench.kernels.registry import Registry
 
-NOTED = "ATTNBENCH_TEST_NOTED"  # the file in which a kernel notes the processes that it is and makes
+PIDS_FILE = "ATTNBENCH_TEST_PIDS_FILE"  # names the file to which a kernel appends its process ids
 LONG = 1000.0
 
 
-class Station:
-    """A worker that lives in the test.  ``answer`` is asked in its stead; a LostError that ``died`` ends it."""
+class ScriptedWorker:
+    """A worker without a process: ``answer`` handles its requests; a LostError with ``died`` ends it."""
 
     def __init__(self, answer: Callable[..., object]) -> None:
         self.answer = answer
         self.alive, self.generation = False, 0
-        self.asked: list[tuple[Any, ...]] = []
+        self.requests: list[tuple[Any, ...]] = []
 
     def start(self) -> None:
         if not self.alive:
@@ -45,7 +45,7 @@ class Station:
 
     def ask(self, method: str, *arguments: object, seconds: float) -> Any:
         self.start()
-        self.asked.append((self.generation, method, *arguments))
+        self.requests.append((self.generation, method, *arguments))
         try:
             return self.answer(method, *arguments)
         except LostError as lost:
@@ -59,50 +59,50 @@ class Station:
         self.close()
 
 
-class Shop:
-    """Makes workers that share a process with the test, and breaks the requests that it is told to."""
+class LocalWorkers:
+    """Creates workers that run in the test's process; ``fail_request`` makes matching requests raise."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.stations: list[Station] = []
+        self.workers: list[ScriptedWorker] = []
         self.faults: list[tuple[Exception, int, Callable[..., bool]]] = []
-        self._one_at_a_time = threading.Lock()  # torch's profiler is one of a process
-        monkeypatch.setattr(device_sweep, "Worker", self.made)
+        self._one_at_a_time = threading.Lock()  # a process has one torch profiler
+        monkeypatch.setattr(device_sweep, "Worker", self.make_worker)
 
-    def made(self, setting: Setting) -> Station:
+    def make_worker(self, setting: Setting) -> ScriptedWorker:
         benches: dict[int, Bench] = {}
 
         def answer(method: str, *arguments: object) -> object:
-            for number, (error, times, is_meant) in enumerate(self.faults):
-                if times and is_meant(method, *arguments):
-                    self.faults[number] = (error, times - 1, is_meant)
+            for number, (error, times, matches) in enumerate(self.faults):
+                if times and matches(method, *arguments):
+                    self.faults[number] = (error, times - 1, matches)
                     raise error
-            if station.generation not in benches:
-                benches[station.generation] = Bench(setting.source, setting.timer)
+            if scripted.generation not in benches:
+                benches[scripted.generation] = Bench(setting.source, setting.timer)
             with self._one_at_a_time:
-                found = worker._answer(benches[station.generation], method, arguments)
+                found = worker._answer(benches[scripted.generation], method, arguments)
             if found.status != "done":
                 raise LostError(found.status, str(found.value), died=found.fatal)
             return found.value
 
-        station = Station(answer)
-        self.stations.append(station)
-        return station
+        scripted = ScriptedWorker(answer)
+        self.workers.append(scripted)
+        return scripted
 
-    def breaks(self, error: Exception, *wanted: object, times: int = 1) -> None:
+    def fail_request(self, error: Exception, *wanted: object, times: int = 1) -> None:
         self.faults.append((error, times, lambda method, *arguments: (method, *arguments)[: len(wanted)] == wanted))
 
     @property
-    def asked(self) -> Counter[tuple[Any, ...]]:
-        return Counter((method, *arguments[:1]) for station in self.stations for _, method, *arguments in station.asked)
+    def request_counts(self) -> Counter[tuple[Any, ...]]:
+        return Counter((method, *arguments[:1]) for each in self.workers for _, method, *arguments in each.requests)
 
 
-def noted(path: Path) -> list[int]:
-    """The processes that a kernel noted there, oldest first."""
+def noted_pids(path: Path) -> list[int]:
+    """The process ids that a kernel appended to the file, oldest first."""
     return [int(line) for line in path.read_text().split()] if path.exists() else []
 
 
-def runs(pid: int) -> bool:
-    """Whether the process runs: neither gone, nor dead and waiting for its parent to notice."""
+def is_running(pid: int) -> bool:
+    """Whether the process runs: it exists and is not a zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -110,26 +110,26 @@ def runs(pid: int) -> bool:
     return state not in "ZX"
 
 
-def wait_until(is_so: Callable[[], bool], seconds: float = PATIENCE) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
     deadline = time.perf_counter() + seconds
-    while not is_so():
-        assert time.perf_counter() < deadline, "waited in vain"
+    while not condition():
+        assert time.perf_counter() < deadline, "timed out"
         time.sleep(0.01)
 
 
-def note(pid: int) -> None:
-    with open(os.environ[NOTED], "a") as file:
+def note_pid(pid: int) -> None:
+    with open(os.environ[PIDS_FILE], "a") as file:
         file.write(f"{pid}\n")
 
 
-def _raises(error: BaseException) -> Callable[[Any], Any]:
+def _raising(error: BaseException) -> Callable[[Any], Any]:
     def act(_: Any) -> Any:
         raise error
 
     return act
 
 
-def _prints(text: str) -> Callable[[Any], Any]:
+def _printing(text: str) -> Callable[[Any], Any]:
     def act(value: Any) -> Any:
         print(text)
         return value
@@ -137,83 +137,83 @@ def _prints(text: str) -> Callable[[Any], Any]:
     return act
 
 
-def _prints_and_fails(_: Any) -> Any:
+def _print_and_fail(_: Any) -> Any:
     print("said by the one that failed")
     raise ValueError("no")
 
 
-def _chats(value: Any) -> Any:
+def _print_binary(value: Any) -> Any:
     os.write(1, bytes(range(256)) * 4 + b"\n\xff\xfe\x1b[31m\x00\n")
     return value
 
 
-def _floods(value: Any) -> Any:
+def _print_megabytes(value: Any) -> Any:
     for _ in range(64):
         os.write(2, b"flood " * 2**14)
     return value
 
 
-def _reads_stdin(value: Any) -> Any:
+def _read_stdin(value: Any) -> Any:
     assert sys.stdin.read() == ""
     return value
 
 
-def _leaves(value: Any) -> Any:
+def _exit(value: Any) -> Any:
     print("printed before leaving")
     print("last words before leaving", file=sys.stderr)
     os._exit(7)
 
 
-def _segfaults(value: Any) -> Any:
+def _segfault(value: Any) -> Any:
     ctypes.string_at(0)
     return value
 
 
-def _dies(_: Any) -> Any:
+def _kill_itself(_: Any) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _child() -> int:
+def _start_child() -> int:
     return subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({LONG})"]).pid
 
 
-def _hangs(value: Any) -> Any:
-    """With a child, and deaf to everything but SIGKILL."""
+def _hang(value: Any) -> Any:
+    """Hangs with a child process and ignores every signal but SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    note(os.getpid())
-    note(_child())
+    note_pid(os.getpid())
+    note_pid(_start_child())
     time.sleep(LONG)
     return value
 
 
-def _holds_the_lock(value: Any) -> Any:
-    """A loop in C, in which no other thread of the interpreter and no handler of a signal gets its turn."""
-    note(os.getpid())
+def _hold_the_gil(value: Any) -> Any:
+    """Holds the GIL in a loop in C, so that no other thread and no signal handler runs."""
+    note_pid(os.getpid())
     sum(range(10**14))
     return value
 
 
 ACTS: dict[str, Callable[[Any], Any]] = {
     "fine": lambda value: value,
-    "raises": _raises(RuntimeError("the first line\nthe second line")),
-    "silent": _raises(KeyError()),
-    "memory": _raises(MemoryError("no more")),
-    "allocates": _raises(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")),
-    "interrupts": _raises(KeyboardInterrupt()),
-    "prints": _prints("said by the one that went well"),
-    "says-and-fails": _prints_and_fails,
-    "chats": _chats,
-    "floods": _floods,
-    "reads": _reads_stdin,
-    "leaves": _leaves,
-    "segfaults": _segfaults,
-    "dies": _dies,
-    "hangs": _hangs,
-    "locks": _holds_the_lock,
+    "raises": _raising(RuntimeError("the first line\nthe second line")),
+    "silent": _raising(KeyError()),
+    "memory": _raising(MemoryError("no more")),
+    "allocates": _raising(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")),
+    "interrupts": _raising(KeyboardInterrupt()),
+    "prints": _printing("said by the one that went well"),
+    "says-and-fails": _print_and_fail,
+    "chats": _print_binary,
+    "floods": _print_megabytes,
+    "reads": _read_stdin,
+    "leaves": _exit,
+    "segfaults": _segfault,
+    "dies": _kill_itself,
+    "hangs": _hang,
+    "locks": _hold_the_gil,
 }
 
 
-def harmful() -> Registry:
-    """A kernel ``act:bf16-NAME`` for everything in ACTS."""
+def faulty_registry() -> Registry:
+    """A registry with a kernel ``act:bf16-NAME`` for each entry of ACTS."""
     return Registry([REFERENCE, backend(*(FakeForward(f"act:bf16-{name}", act) for name, act in ACTS.items()))])

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from report_rows import BEGAN, row
-from row_facts import changed
+from row_facts import with_facts
 
 from attnbench.harness.results.records import Measurement
 from attnbench.problem.spec import AttentionSpec
@@ -26,20 +26,20 @@ PLANS = {"sdpa-flash:bf16": (1.0, 0.002), "fa3:bf16": (0.5, 0.002), "triton:fp8"
 VISITS = 4
 
 
-def visited(made: Measurement, *medians: float) -> Measurement:
+def with_visits(made: Measurement, *medians: float) -> Measurement:
     """The row with a visit for each of these milliseconds of the call, five samples each."""
     draw = random.Random(str(made.plan))
     calls = [each * draw.uniform(0.999, 1.001) for each in medians for _ in range(5)]
     times = {"kernel": [each * 0.8 for each in calls], "call": calls}
-    return changed(made, time_ms=times, visits={cost: [5] * len(medians) for cost in times})
+    return with_facts(made, time_ms=times, visits={cost: [5] * len(medians) for cost in times})
 
 
-def honest(environment: Environment = H200, factor: float = 1.0, **changes: Any) -> list[Measurement]:
+def valid_rows(environment: Environment = H200, factor: float = 1.0, **changes: Any) -> list[Measurement]:
     """Every plan at every shape, begun one after the other."""
     rows = []
     for spec in SPECS:
         for plan, (ms, error) in PLANS.items():
             began = BEGAN + timedelta(minutes=len(rows))
             made = row(plan, ms, error, spec, environment=environment, started=began, **changes)
-            rows.append(visited(made, *[factor * ms] * VISITS))
+            rows.append(with_visits(made, *[factor * ms] * VISITS))
     return rows

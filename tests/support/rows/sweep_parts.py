@@ -48,18 +48,18 @@ def parts(tmp_path, *rows):
     return [part(tmp_path / f"part-{index:04d}-of-{len(rows):04d}", each) for index, each in enumerate(rows)]
 
 
-def content(folder):
+def file_contents(folder):
     """Every byte below the folder, and when it was written."""
     return {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in folder.rglob("*") if file.is_file()}
 
 
-def refused(kind, said, out, sources, **options):
+def assert_merge_refused(kind, said, out, sources, **options):
     """It raises, says so, and leaves neither the result nor a trace, nor another byte in the parts."""
-    everything = content(out.parent)
+    everything = file_contents(out.parent)
     folders = set(out.parent.iterdir())
     with pytest.raises(kind, match=f"(?s){said}"):
         merge(out, sources, **options)
-    assert content(out.parent) == everything
+    assert file_contents(out.parent) == everything
     assert set(out.parent.iterdir()) == folders
 
 

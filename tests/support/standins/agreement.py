@@ -13,7 +13,7 @@ from attnbench.kernels.execution import Execution
 from attnbench.problem.fp8 import Quantised, Recipe, quantise
 
 
-def both_passes_agree(
+def assert_both_passes_agree(
     forward: ForwardKernel, backward: BackwardKernel, problem: Problem, device: Device, foreign: bool = False
 ) -> bool:
     """Whether the backward serves the problem, each pass that does being within its declared error of dense FP64.
@@ -48,7 +48,7 @@ def both_passes_agree(
     return True
 
 
-def carried_by_autograd(forward: ForwardKernel, backward: BackwardKernel, spec: AttentionSpec) -> None:
+def assert_autograd_gradients_agree(forward: ForwardKernel, backward: BackwardKernel, spec: AttentionSpec) -> None:
     """Gradients of the sum of the output, one number that stands for all, for leaves of awkward strides."""
     spec = spec.replace(direction="training")
     leaves = [x.detach().requires_grad_() for x in tensors_of(Problem(spec, "bshd", True, 0))[:3]]
@@ -63,7 +63,7 @@ def carried_by_autograd(forward: ForwardKernel, backward: BackwardKernel, spec: 
     assert all(map(torch.equal, leaves, before))
 
 
-def quantised_attention_agrees(kernel: ForwardKernel, spec: AttentionSpec, problem: Problem) -> Operands:
+def assert_quantised_attention_agrees(kernel: ForwardKernel, spec: AttentionSpec, problem: Problem) -> Operands:
     """The operands, out and log-sum-exp being those of exact attention on them and the inputs untouched."""
     inputs = tensors_of(problem)[:3]
     before = [x.clone() for x in inputs]
@@ -79,7 +79,7 @@ def quantised_attention_agrees(kernel: ForwardKernel, spec: AttentionSpec, probl
     return operands
 
 
-def descales_are_used(kernel: ForwardKernel, spec: AttentionSpec, seed: int) -> None:
+def assert_descales_are_used(kernel: ForwardKernel, spec: AttentionSpec, seed: int) -> None:
     """Random ones, of each tensor or head, on e4m3 tensors of the spec's lengths."""
     generator = torch.Generator().manual_seed(seed)
     sizes = (

@@ -25,7 +25,7 @@ def tensors(spec: AttentionSpec, seed: int = 0, strided: bool = False) -> list[T
     return tensors_of(Problem(spec, "bshd" if strided else "bhsd", False, seed))
 
 
-def both(
+def run_both_passes(
     recipe: Recipe,
     spec: AttentionSpec,
     q: Tensor,

@@ -66,7 +66,7 @@ class FakeNvml:
             return [SimpleNamespace(nvmlReturn=board.failing["milliwatts"], value=SimpleNamespace(uiVal=0))]
         return [SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(uiVal=board.milliwatts))]
 
-    def told(self, board: Board, what: str) -> int:
+    def query(self, board: Board, what: str) -> int:
         self.threads.add(threading.current_thread())
         if what in board.failing:
             raise NVMLError(board.failing[what])
@@ -91,11 +91,11 @@ def install(monkeypatch: Any, *boards: Board, start: str | None = None) -> FakeN
         nvmlDeviceGetHandleByIndex=lambda index: fake.boards[index],
         nvmlDeviceGetHandleByUUID=fake.handle_by_uuid,
         nvmlDeviceGetName=lambda board: board.name,
-        nvmlDeviceGetClockInfo=lambda board, kind: fake.told(board, {SM: "clock", MEMORY: "memory"}[kind]),
-        nvmlDeviceGetMaxClockInfo=lambda board, kind: fake.told(board, {SM: "highest"}[kind]),
-        nvmlDeviceGetTemperature=lambda board, sensor: fake.told(board, {CHIP: "degrees"}[sensor]),
-        nvmlDeviceGetCurrentClocksEventReasons=lambda board: fake.told(board, "reasons"),
-        nvmlDeviceGetEnforcedPowerLimit=lambda board: fake.told(board, "cap"),
+        nvmlDeviceGetClockInfo=lambda board, kind: fake.query(board, {SM: "clock", MEMORY: "memory"}[kind]),
+        nvmlDeviceGetMaxClockInfo=lambda board, kind: fake.query(board, {SM: "highest"}[kind]),
+        nvmlDeviceGetTemperature=lambda board, sensor: fake.query(board, {CHIP: "degrees"}[sensor]),
+        nvmlDeviceGetCurrentClocksEventReasons=lambda board: fake.query(board, "reasons"),
+        nvmlDeviceGetEnforcedPowerLimit=lambda board: fake.query(board, "cap"),
         nvmlDeviceGetFieldValues=fake.field_values,
     )
     monkeypatch.setitem(sys.modules, "pynvml", module)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from compiled_for_hopper import assembled
+from compiled_for_hopper import assembly_of
 from dense import dense_attention, relative_l2
 
 from attnbench.kernels.capabilities import Device
@@ -143,7 +143,7 @@ OF_256 = tuple(
     ids=["masked", "others", "heads of 256"],
 )
 def test_the_matrix_products_stay_asynchronous_and_nothing_spills(kernels: tuple[Kernel, ...], tmp_path: Path) -> None:
-    for found, kernel in zip(assembled(SOURCES, kernels, tmp_path), kernels, strict=True):
+    for found, kernel in zip(assembly_of(SOURCES, kernels, tmp_path), kernels, strict=True):
         width, height, block_n, bits, _, constants = kernel
         if kernels is OF_256:  # which has fewer registers than it wants
             continue

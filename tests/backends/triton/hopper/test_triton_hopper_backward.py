@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from backward_problems import LONG, check, exactly_eight_bits, make, saved
+from backward_problems import LONG, check, make, rounded_to_e4m3, saved
 from gluon_partitions import DeadlockError
 from hopper_backward import ROUNDED, on_cpu, sums_off
 from hypothesis import Phase, given, settings
@@ -124,7 +124,7 @@ def test_any_small_problem_agrees_with_fp64_on_its_operands(
     given_ = saved(spec, q, k, v, (recipe,) * 3)
     least = (4, 4) if how.get("narrow") else (2, 3)
     rings = (Ring(64, stages + more) for stages in least)
-    check_on_hopper(given_, exactly_eight_bits(grad_out), kernel(*rings, **how))
+    check_on_hopper(given_, rounded_to_e4m3(grad_out), kernel(*rings, **how))
 
 
 @needs_interpreter

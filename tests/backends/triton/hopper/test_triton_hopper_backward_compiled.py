@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton", minversion="3.6")
 
-from compiled_for_hopper import assembled
+from compiled_for_hopper import assembly_of
 
 from attnbench.backends.triton.backward.layout import BLOCK, PEAK
 from attnbench.backends.triton.backward.tiles import Ring
@@ -108,7 +108,7 @@ OTHERS = (
 def test_the_matrix_products_stay_asynchronous_and_nothing_spills(
     kernels: tuple[tuple[object, ...], ...], tmp_path: Path
 ) -> None:
-    made = assembled(SOURCES, kernels, tmp_path)
+    made = assembly_of(SOURCES, kernels, tmp_path)
     for found, (kind, head_dim, block, narrow, _, constants) in zip(made, kernels, strict=True):
         assert isinstance(constants, dict)
         # In e4m3, and where all is in one, a mask's bounds and what waits for the end may lie in memory at head

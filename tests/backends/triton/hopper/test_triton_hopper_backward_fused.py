@@ -9,7 +9,7 @@ from typing import Any
 import dense
 import pytest
 import torch
-from backward_problems import beside, check, exactly_eight_bits, make, moved, saved, wider
+from backward_problems import check, interleaved_heads, make, misaligned, rounded_to_e4m3, saved, with_row_padding
 from hopper_backward import on_cpu, sums_off
 from torch import Tensor
 
@@ -77,9 +77,9 @@ def checked(given: Saved, grad: Tensor, ran: Ran) -> Prepared:
 @pytest.mark.parametrize(
     ("change", "more"),
     [
-        (beside, {}),
-        (wider, {}),
-        (moved, {}),
+        (interleaved_heads, {}),
+        (with_row_padding, {}),
+        (misaligned, {}),
         (torch.Tensor.float, {"dtype": "fp32"}),
         (torch.Tensor.contiguous, {"seqlen_q": 150}),
         (torch.Tensor.contiguous, {"head_dim_v": 40}),
@@ -96,7 +96,7 @@ def test_gradients_of_other_layouts_and_dtypes_are_read_correctly(
 def test_a_gradient_read_in_place_gives_the_same_bits_as_a_copy(ran: Ran) -> None:
     """Calls alike but for where dO lies follow each other, so that none may get the other's launch."""
     given, grad = problem(mask=Mask(right=0))
-    places = [grad, moved(grad), beside(grad), grad]
+    places = [grad, misaligned(grad), interleaved_heads(grad), grad]
     found = [KERNEL.run(given, each) for each in places]
     read = [prepared.gradient.laid.further(False, interleaved=False) for _, prepared in ran]
     in_place = [x.data_ptr() == each.data_ptr() for x, each in zip(read, places, strict=True)]
@@ -166,7 +166,7 @@ def test_the_magnitude_of_keys_and_values_does_not_affect_accuracy(operand: str,
 
 def test_the_largest_numbers_of_fp32_do_not_become_infinite_in_bf16(ran: Ran) -> None:
     given, grad = problem(dtype="fp32")
-    grad = exactly_eight_bits(grad.float()) * 2.0**-10
+    grad = rounded_to_e4m3(grad.float()) * 2.0**-10
     grad[0, 0, 5] = torch.finfo(torch.float32).max
     spec: AttentionSpec = given.spec
     truth = dense.dense_gradients(*given.operands.tensors(torch.float64), grad, spec)

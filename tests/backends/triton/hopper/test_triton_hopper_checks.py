@@ -11,7 +11,7 @@ import hopper_backward
 import pytest
 import torch
 from hopper_backward import Job, Kind, check_all, problem_of, wrong
-from supervised_work import Begun, Done, Lost, one_by_one
+from supervised_work import ItemDone, ItemLost, ItemStarted, run_one_by_one
 
 pytest.importorskip("triton", minversion="3.6")
 
@@ -35,7 +35,7 @@ LARGER = [
 def test_the_checks_run_emulated_and_name_a_hanging_kernel(right: list[Job]) -> None:
     """The emulator finds that two stages do not hold the three blocks of keys that are in use at a time."""
     hung = Job("queries", "odd", Ring(64, 2))
-    found = one_by_one(check_all, [right[0], hung, *right[1:]], patience=PATIENCE)
+    found = run_one_by_one(check_all, [right[0], hung, *right[1:]], patience=PATIENCE)
     (line,) = wrong([*right, hung], found)
     assert line.startswith("queries, odd, Ring(block=64, stages=2): DeadlockError")
 
@@ -64,13 +64,13 @@ def test_each_kind_of_error_is_described(factors: list[float], message: str, mon
 
 
 def test_a_job_that_hangs_dies_or_raises_does_not_affect_others() -> None:
-    heard: list[Any] = []
+    messages: list[Any] = []
     items = ["a", "hangs", "b", "dies", "slow", "raises", "c"]
-    found = one_by_one(failing_work.work, items, patience=1.5, heard=heard.append)
+    found = run_one_by_one(failing_work.run_items, items, patience=1.5, on_message=messages.append)
     assert found == {
         **{item: item.upper() for item in ("a", "b", "c", "slow")},
-        "hangs": Lost("silent for 2 s, and killed"),
-        "dies": Lost("its process died, exit code 9"),
-        "raises": Lost("ValueError: so it goes"),
+        "hangs": ItemLost("silent for 2 s, and killed"),
+        "dies": ItemLost("its process died, exit code 9"),
+        "raises": ItemLost("ValueError: the first line"),
     }
-    assert heard[:3] == [Begun("a"), Done("a", "A"), Begun("hangs")]
+    assert messages[:3] == [ItemStarted("a"), ItemDone("a", "A"), ItemStarted("hangs")]
