@@ -4,7 +4,7 @@ import torch
 from dense import dense_attention, dense_gradients, distance, gradient_sizes
 from hypothesis import given, settings
 from needs import needs_avx2
-from problems import Problem, alike, problems, tensors_of
+from problems import Problem, problems, same_program_problems, tensors_of
 from torch import Tensor
 
 from attnbench import AttentionSpec, Plan, attention
@@ -19,7 +19,7 @@ EXAMPLES, COMPILED = examples(30, 440), examples(16, 440)
 INTERPRETED = "triton"  # its own tests hold it to the truth, on fewer problems
 
 
-def usable(spec: AttentionSpec) -> list[Plan]:
+def usable_plans(spec: AttentionSpec) -> list[Plan]:
     plans = [plan for plan in registry().plans(spec) if INTERPRETED not in map(backend_of, plan.kernels)]
     return [plan for plan in plans if registry().reasons(plan, spec, describe(CPU))[0] == "ok"]
 
@@ -46,7 +46,7 @@ def bhsd(problem: Problem, x: Tensor) -> Tensor:
     return x if problem.layout == "bhsd" else x.transpose(1, 2)
 
 
-def declared(plan: Plan, spec: AttentionSpec) -> float:
+def declared_error_of(plan: Plan, spec: AttentionSpec) -> float:
     """What a plan promises, and the one rounding to the tensors' own type that no kernel can avoid.
 
     Errors are declared for scores of the usual size; what 8 bits do to a score grows with its scale.
@@ -61,7 +61,7 @@ def check(problem: Problem, plan: Plan) -> None:
     has_lse = registry().forward(plan.forward).rows["cpu"].lse
     q, k, v, grad_out = tensors_of(problem)
     truth, truth_lse = dense_attention(q, k, v, spec)
-    bound = declared(plan, spec)
+    bound = declared_error_of(plan, spec)
     result, leaves, gradient = run(problem, plan, return_lse=has_lse)
     out, lse = result if has_lse else (result, None)
     assert bhsd(problem, out).shape == truth.shape
@@ -86,28 +86,28 @@ seen: dict[str, int] = {}
 
 def check_all(problem: Problem, compiled: bool) -> None:
     """Every plan that can serve, and every forward that no plan with a backward holds."""
-    plans = usable(problem.spec)
+    plans = usable_plans(problem.spec)
     trained = {plan.forward for plan in plans}
-    forward = [plan for plan in usable(problem.spec.replace(direction="forward")) if plan.forward not in trained]
+    forward = [plan for plan in usable_plans(problem.spec.replace(direction="forward")) if plan.forward not in trained]
     for plan in [*plans, *forward]:
         if plan.forward.startswith("flex:") == compiled:
             check(problem, plan)
             seen[str(plan)] = seen.get(str(plan), 0) + 1
 
 
-def runnable() -> set[str]:
+def runnable_forwards() -> set[str]:
     """The forward kernels that this machine can run at all, without an interpreter."""
     known = registry()
     here = [name for name, kernel in known.forwards.items() if "cpu" in kernel.rows and backend_of(name) != INTERPRETED]
     return {name for name in here if known.availability(backend_of(name)).ok}
 
 
-def assert_put_to_the_test(compiled: bool) -> None:
+def assert_some_were_served(compiled: bool) -> None:
     """A property proves nothing about a kernel that refused every example."""
     tried: dict[str, int] = {}
     for plan, count in seen.items():
         tried[Plan.parse(plan).forward] = tried.get(Plan.parse(plan).forward, 0) + count
-    expected = {name for name in runnable() if name.startswith("flex:") == compiled}
+    expected = {name for name in runnable_forwards() if name.startswith("flex:") == compiled}
     least = (COMPILED if compiled else EXAMPLES) // 25
     assert {name for name, count in tried.items() if count >= max(1, least)} >= expected, tried
 
@@ -116,11 +116,11 @@ def test_every_kernel_agrees_with_fp64_or_refuses() -> None:
     @settings(max_examples=EXAMPLES)
     @given(problems())
     def agree(problem: Problem) -> None:
-        assert Plan("reference:fp64", "reference:fp64") in usable(problem.spec)
+        assert Plan("reference:fp64", "reference:fp64") in usable_plans(problem.spec)
         check_all(problem, compiled=False)
 
     agree()
-    assert_put_to_the_test(compiled=False)
+    assert_some_were_served(compiled=False)
 
 
 @needs_avx2
@@ -128,9 +128,9 @@ def test_compiled_kernels_agree_with_fp64_or_refuse() -> None:
     """test_flex.py varies what would here compile another program with every example."""
 
     @settings(max_examples=COMPILED)
-    @given(alike())
+    @given(same_program_problems())
     def agree(problem: Problem) -> None:
         check_all(problem, compiled=True)
 
     agree()
-    assert_put_to_the_test(compiled=True)
+    assert_some_were_served(compiled=True)

@@ -204,7 +204,7 @@ KERNELS = [(INT8, "1.0.6"), (FP8, "2.2.0")]
 
 
 @st.composite
-def served(draw: st.DrawFn) -> Problem:
+def served_problems(draw: st.DrawFn) -> Problem:
     """Problems of the kinds that both kernels serve more often than not: square and causal, or whole blocks of keys."""
     problem = draw(problems(("bf16", "fp16")))
     if draw(st.booleans()):
@@ -217,7 +217,7 @@ def served(draw: st.DrawFn) -> Problem:
 
 
 @pytest.mark.parametrize(("kernel", "version"), KERNELS, ids=["int8", "int8-fp8"])
-@given(problem=served())
+@given(problem=served_problems())
 @settings(max_examples=examples(20, 200), deadline=None)
 def test_the_kernel_agrees_with_exact_attention_on_its_quantised_operands(
     kernel, version: str, problem: Problem

@@ -146,6 +146,6 @@ MASKS = st.builds(Mask, SIDES, SIDES, st.sampled_from(ALIGNMENTS))
 def test_cpu_flash_gives_each_sequence_the_result_that_it_has_alone(batch: Documents) -> None:
     """Also between padding of NaN."""
     forward, backward = sdpa_flash.FlashForward("bf16"), sdpa_flash.FlashBackward("bf16")
-    for found, alone in zip(answers(batch, forward, backward), batch.alone(forward, backward), strict=True):
+    for found, alone in zip(answers(batch, forward, backward), batch.run_alone(forward, backward), strict=True):
         for x, y in zip(found, alone, strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=0)

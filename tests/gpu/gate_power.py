@@ -110,7 +110,7 @@ def main() -> None:
         for run in range(1 if given.record else given.runs):
             if time.monotonic() > end:
                 break
-            planted = {} if run % given.unchanged == 0 else drawn(asked, rng, SIZES[device.type])
+            planted = {} if run % given.unchanged == 0 else draw_slowdowns(asked, rng, SIZES[device.type])
             shares: dict[str, dict[str, float]] = {}
             for number, size in planted.items():
                 shares.setdefault(str(asked[number].spec), {})[str(asked[number].plan)] = size
@@ -146,7 +146,7 @@ def main() -> None:
         print(f"{size:.0%} {found}: {number}")
 
 
-def drawn(asked: list[Question], rng: random.Random, sizes: tuple[float, ...]) -> dict[int, float]:
+def draw_slowdowns(asked: list[Question], rng: random.Random, sizes: tuple[float, ...]) -> dict[int, float]:
     """Half of the rows, each slowed by one of the sizes."""
     return {each.number: rng.choice(sizes) for each in rng.sample(asked, len(asked) // 2)}
 

@@ -33,7 +33,7 @@ def no_guard_is_left():
 
 
 @pytest.fixture
-def planted(monkeypatch):
+def planted_kernels(monkeypatch):
     with monkeypatch.context() as patch:
         yield plant(patch)
     demotions.forget()
@@ -49,7 +49,7 @@ def tensors(length=512, keys=None, batch=2, heads=8, kv_heads=None, d=128, grad=
     ]
 
 
-def able(x, plan: str) -> None:
+def skip_if_refused(x, plan: str) -> None:
     try:
         explain(*x, backend=plan)
     except RefusedError as error:
@@ -66,8 +66,8 @@ def step(x, plan=NAME, function=attention) -> list[Tensor]:
     # Rows of dq and dk that cancel count as half as long as if they did not: a drift of theirs counts for less.
     [("out", 1.02, 0.9), ("dv", 1.02, 0.9), ("dq", 1.05, 0.3), ("dk", 1.05, 0.3)],
 )
-def test_a_planted_drift_is_found(planted, name, factor, least):
-    forward, backward = planted
+def test_a_planted_drift_is_found(planted_kernels, name, factor, least):
+    forward, backward = planted_kernels
     x = tensors(grad=True)
     with guard(every=1) as watch:
         for _ in range(20):
@@ -107,8 +107,8 @@ def test_the_checked_sums_agree_with_the_cpu(mask, dtype):
         torch.testing.assert_close(device, host, rtol=1e-9 if dtype == torch.float32 else 1e-3, atol=1e-9)
 
 
-def test_checks_do_not_block_the_host(planted):
-    forward, _ = planted
+def test_checks_do_not_block_the_host(planted_kernels):
+    forward, _ = planted_kernels
     x = tensors(grad=True)
     with guard(every=1, on_breach="raise") as watch:
         step(x)  # pinned memory, kernels
@@ -126,8 +126,8 @@ def test_checks_do_not_block_the_host(planted):
     assert watch.breaches
 
 
-def test_stop_waits_for_pending_checks(planted):
-    forward, _ = planted
+def test_stop_waits_for_pending_checks(planted_kernels):
+    forward, _ = planted_kernels
     with guard(every=1):
         attention(*tensors(), backend=NAME)  # the first check takes pinned memory, which waits for the GPU
     torch.cuda.synchronize()
@@ -178,7 +178,7 @@ def test_a_guard_works_with_compiled_cuda_graphs(grad):
 def test_a_short_accumulator_is_found_at_long_contexts(plan, keys):
     """FP8 that is right on values around zero and wrong on biased ones, from 64k keys on; what promotes is right."""
     q, k, v = tensors(1024, keys, batch=1)
-    able((q, k, v), plan)
+    skip_if_refused((q, k, v), plan)
     for shift in (0.0, 0.5):
         with guard(every=1) as watch:
             for _ in range(4):
@@ -203,22 +203,22 @@ def seconds(run, rounds: int) -> float:
 def test_the_overhead_at_8k_is_below_one_percent(direction, plan, batch):
     """Less than one per cent of the time of the calls between two checks."""
     x = tensors(8192, batch=batch, heads=16, grad=direction == "training")
-    able(x, plan)
+    skip_if_refused(x, plan)
 
     def call() -> None:
         step(x, plan)
 
-    def typical() -> float:
+    def median_seconds() -> float:
         return statistics.median(seconds(call, 6) for _ in range(5))
 
     seconds(call, 5)
-    plain = typical()
+    plain = median_seconds()
     with guard(every=1) as watch:
         seconds(call, 5)
-        checked = typical()
+        checked = median_seconds()
     with guard(every=10**9):
         call()
-        between = typical()
+        between = median_seconds()
     share = (checked - plain) / (EVERY * plain)
     print(
         f"\n{plan}, {direction}, batch {batch}: call {1e3 * plain:.3f} ms, {1e3 * between:.3f} ms between checks, "

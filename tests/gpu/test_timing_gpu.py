@@ -37,7 +37,7 @@ def whole(*shape, seed=0):
 
 
 @pytest.fixture
-def usable():
+def device_stays_usable():
     """Whether the device takes ordinary work afterwards, on the stream and out of the memory that it had before."""
     torch.cuda.synchronize()
     stream = torch.cuda.current_stream(DEVICE)
@@ -50,7 +50,7 @@ def usable():
     assert bool((x @ x == SIZE).all())
 
 
-@pytest.mark.usefixtures("usable")
+@pytest.mark.usefixtures("device_stays_usable")
 def test_samples_agree_with_a_known_duration():
     """In turns, because clocks may go up between one and the other."""
     one, two = (partial(torch.cuda._sleep, count * CYCLES) for count in (1, 2))
@@ -63,17 +63,17 @@ def test_samples_agree_with_a_known_duration():
     assert statistics.median(ratios) == pytest.approx(2, rel=0.1)
 
 
-@pytest.mark.usefixtures("usable")
+@pytest.mark.usefixtures("device_stays_usable")
 def test_a_call_that_is_faster_on_the_device_than_on_the_host_is_host_bound():
-    def waits():
+    def synchronising_call():
         torch.cuda._sleep(CYCLES // 100)
         torch.cuda.synchronize()
 
-    assert timer().take(waits).host_bound
+    assert timer().take(synchronising_call).host_bound
     assert not timer().take(partial(torch.cuda._sleep, 5 * CYCLES)).host_bound
 
 
-@pytest.mark.usefixtures("usable")
+@pytest.mark.usefixtures("device_stays_usable")
 def test_the_l2_is_evicted_before_each_sample():
     """Four reads of four eighths of the L2 are slower than four of one: all of them are cold, not the first alone.
 
@@ -83,12 +83,12 @@ def test_the_l2_is_evicted_before_each_sample():
     parts = [torch.ones(count, device=DEVICE) for _ in range(4)]
     out = torch.empty((), device=DEVICE)
 
-    def reads(chosen):
+    def read_parts(chosen):
         for x in chosen:
             torch.sum(x, dim=0, out=out)
         return (out,)
 
-    cold, warm = (replay_of(partial(reads, chosen), DEVICE) for chosen in (parts, parts[:1] * 4))
+    cold, warm = (replay_of(partial(read_parts, chosen), DEVICE) for chosen in (parts, parts[:1] * 4))
     assert cold is not None
     assert warm is not None
     ratios = []
@@ -98,7 +98,7 @@ def test_the_l2_is_evicted_before_each_sample():
     assert statistics.median(ratios) > 1.08
 
 
-@pytest.mark.usefixtures("usable")
+@pytest.mark.usefixtures("device_stays_usable")
 def test_work_left_on_another_stream_is_reported_as_late():
     side = torch.cuda.Stream(DEVICE)
     x = torch.zeros(8, device=DEVICE)
@@ -107,20 +107,20 @@ def test_work_left_on_another_stream_is_reported_as_late():
         x.add_(1)
         torch.cuda._sleep(10 * CYCLES)
 
-    def leaves():
+    def unjoined_stream_call():
         side.wait_stream(torch.cuda.current_stream(DEVICE))
         with torch.cuda.stream(side):
             torch.cuda._sleep(10 * CYCLES)
         x.add_(1)
 
     first = min(timer().take(honest).late_ms for _ in range(3))
-    second = min(timer().take(leaves).late_ms for _ in range(3))
+    second = min(timer().take(unjoined_stream_call).late_ms for _ in range(3))
     length = statistics.median(timer().take(honest).device_ms)
     assert first < 0.1 * length
     assert second > 0.5 * length
 
 
-@pytest.mark.usefixtures("usable")
+@pytest.mark.usefixtures("device_stays_usable")
 def test_a_replay_computes_the_call_on_the_current_values():
     x, y = whole(SIZE, SIZE), whole(SIZE, SIZE, seed=1)
     replay = replay_of(partial(product, x, y), DEVICE)
@@ -136,7 +136,7 @@ def test_a_replay_computes_the_call_on_the_current_values():
     assert torch.equal(y, before[1])
 
 
-@pytest.mark.usefixtures("usable")
+@pytest.mark.usefixtures("device_stays_usable")
 def test_a_replay_keeps_its_graphs_inputs_alive():
     """Nobody else holds the operands; whoever allocates next must not be given their memory."""
     inputs = whole(SIZE, SIZE), whole(SIZE, SIZE, seed=1)
@@ -159,7 +159,7 @@ def test_a_replay_keeps_its_graphs_inputs_alive():
     assert all(bool(x.isnan().all()) for x in spoilt)  # nor did it write into memory that is no longer its own
 
 
-@pytest.mark.usefixtures("usable")
+@pytest.mark.usefixtures("device_stays_usable")
 def test_a_replay_frees_its_memory():
     x = whole(4 * SIZE, 4 * SIZE)
 
@@ -219,19 +219,19 @@ def test_a_call_that_cannot_be_captured_is_reported_and_runs_uncaptured(call):
     assert done.stdout == "refused\n", done.stderr
 
 
-@pytest.mark.usefixtures("usable")
+@pytest.mark.usefixtures("device_stays_usable")
 def test_a_replay_with_a_different_result_is_refused():
     """A kernel that decides on the host what to do: the graph would repeat one decision for ever."""
     x, count = whole(SIZE, SIZE), []
 
-    def alternates():
+    def alternating_call():
         count.append(1)
         return Result(x * (1 + len(count) % 2), None)
 
-    assert replay_of(alternates, DEVICE) is None
+    assert replay_of(alternating_call, DEVICE) is None
 
 
-@pytest.mark.usefixtures("usable")
+@pytest.mark.usefixtures("device_stays_usable")
 def test_samples_of_a_replay_measure_the_device():
     """A call whose host takes longer than its device: the replay leaves the host's part out."""
     x = normal(64, 64)

@@ -1,4 +1,4 @@
-"""Attention written out the long way in FP64: the truth of the tests, which shares no line with the package."""
+"""Exact attention in FP64 by its definition: the reference of the tests, which shares no code with the package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attnbench import AttentionSpec
 
 
 def visible(spec: AttentionSpec) -> Tensor:
-    """(Sq, Skv): which query sees which key, straight from the words of Mask's docstring."""
+    """(Sq, Skv): which query attends to which key, by the definition in Mask's docstring."""
     offset = spec.seqlen_kv - spec.seqlen_q if spec.mask.alignment == "bottom-right" else 0
     sees = torch.ones(spec.seqlen_q, spec.seqlen_kv, dtype=torch.bool)
     for i in range(spec.seqlen_q):
@@ -30,7 +30,7 @@ def probabilities(q: Tensor, k: Tensor, spec: AttentionSpec) -> tuple[Tensor, Te
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     sees = visible(spec).to(q.device)
     some = sees.any(dim=1)
-    # A row without keys would make NaN in the softmax's gradient; it is answered by hand.
+    # A row without keys would give NaN in the softmax's gradient, so it is not masked here and set to zero below.
     scores = scores.masked_fill(~(sees | ~some[:, None]), -torch.inf)
     return torch.where(some[:, None], scores.softmax(-1), 0.0), torch.where(some, scores.logsumexp(-1), -torch.inf)
 
@@ -49,7 +49,7 @@ def dense_gradients(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, spec: Att
 
 
 def gradient_sizes(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, spec: AttentionSpec) -> tuple[float, ...]:
-    """How large dq, dk, dv would be if nothing cancelled: what rounding errors are proportional to.
+    """Norms of dq, dk, dv with all terms positive: rounding errors are proportional to these.
 
     With one visible key P is 1 and dS vanishes exactly, so an error relative to dq alone would be infinite.
     """
@@ -65,9 +65,9 @@ def gradient_sizes(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, spec: Atte
 
 
 def distance(found: Tensor, truth: Tensor, size: float = 0.0) -> float:
-    """Relative L2, or relative to a tenth of ``size`` where the truth has all but cancelled.
+    """Relative L2 error, relative to a tenth of ``size`` where the truth nearly cancels.
 
-    The error of a few numbers scatters about that of many, which is what kernels declare.
+    Kernels declare the error over many numbers; the error over a few numbers varies around it.
     """
     difference = (found.double() - truth).norm().item()
     scatter = 1 + 4 / max(truth.numel(), 1) ** 0.5

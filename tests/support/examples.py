@@ -1,4 +1,4 @@
-"""How much of a property is tried: a part in every run, all of it in the exhaustive one."""
+"""Numbers of examples and combinations: a subset in the default run, all in the exhaustive run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def examples(few: int, many: int) -> int:
 
 
 def every_pair(*axes: Sequence[Any]) -> list[Any]:
-    """All combinations of the axes' values, marked exhaustive but for a Latin square of them.
+    """All combinations of the axes' values; all but a Latin square of them are marked exhaustive.
 
-    Left are those whose place on the last axis, counted round and round, is the sum of their places on the others: one
-    for each combination of the others.  Each value of the last axis meets each value of another axis that way where
-    some third axis is as long as the last.
+    Unmarked are those whose index on the last axis equals the sum of their other indices modulo its length: one for
+    each combination of the other axes.  Each value of the last axis is paired with each value of another axis if some
+    third axis is as long as the last.
     """
     combinations = []
     for places in product(*(range(len(axis)) for axis in axes)):

@@ -1,4 +1,4 @@
-"""What some tests need of the machine, as marks that skip them where it is missing."""
+"""Marks that skip tests on machines without a feature that they need."""
 
 import pytest
 import torch

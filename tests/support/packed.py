@@ -1,4 +1,4 @@
-"""Batches of sequences with lengths of their own for kernels that serve them, and what each sequence is alone."""
+"""Batches of sequences of different lengths, packed or padded, and the result of each sequence alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def starts(lengths: Iterable[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class Documents:
-    """Sequences of (queries, keys), and what they share; ``padding`` lays them out as padded rows."""
+    """Sequences of (queries, keys) with one mask and one set of sizes; ``padding`` lays them out as padded rows."""
 
     lengths: tuple[tuple[int, int], ...]
     mask: Mask = field(default_factory=Mask)
@@ -46,7 +46,7 @@ class Documents:
         )  # fmt: skip
 
     def parts(self) -> list[list[Tensor]]:
-        """q, k, v and grad_out of each sequence, (1, H, S, D), in bf16; each of another size."""
+        """q, k, v and grad_out of each sequence, (1, H, S, D), in bf16; each of another magnitude."""
         random = torch.Generator().manual_seed(self.seed)
 
         def normal(index: int, heads: int, length: int, size: int) -> Tensor:
@@ -60,13 +60,13 @@ class Documents:
             for i, (a, b) in enumerate(self.lengths)
         ]
 
-    def together(self, parts: list[list[Tensor]]) -> tuple[list[Tensor], Lengths, AttentionSpec]:
-        """The parts in one batch, what there is of them, and its spec."""
+    def batched(self, parts: list[list[Tensor]]) -> tuple[list[Tensor], Lengths, AttentionSpec]:
+        """The parts as one batch, its lengths and its spec."""
         queries, keys = zip(*self.lengths, strict=True)
         longest, most = max(1, *queries), max(1, *keys)
         if self.padding is None:
             kind = LengthsKind(batch="packed", total_q=max(1, sum(queries)), total_kv=max(1, sum(keys)))
-            # (T, H, D) in memory, as callers have them.
+            # (T, H, D) in memory, as callers pass them.
             whole = [
                 torch.cat([x[0].transpose(0, 1) for x in each]).transpose(0, 1)[None]
                 for each in zip(*parts, strict=True)
@@ -92,8 +92,8 @@ class Documents:
     def _place(self, length: int, size: int) -> slice:
         return slice(size - length, size) if self.padding == "left" else slice(0, length)
 
-    def apart(self, whole: Answer) -> list[Answer]:
-        """Each sequence's part of an answer, and that there is nothing beside them in padded rows."""
+    def split(self, whole: Answer) -> list[Answer]:
+        """Each sequence's part of a result; asserts that the padding holds zeros, and minus infinity in the lse."""
         found = []
         at_q = at_kv = 0
         for i, (a, b) in enumerate(self.lengths):
@@ -112,8 +112,8 @@ class Documents:
             at_q, at_kv = at_q + a, at_kv + b
         return found
 
-    def alone(self, forward: ForwardKernel, backward: BackwardKernel | None = None) -> list[Answer]:
-        """What the kernels say of each sequence alone; 0 and minus infinity where it has no query or no key."""
+    def run_alone(self, forward: ForwardKernel, backward: BackwardKernel | None = None) -> list[Answer]:
+        """The kernels' results for each sequence alone; 0 and minus infinity if it has no queries or no keys."""
         found = []
         for (a, b), (q, k, v, do) in zip(self.lengths, self.parts(), strict=True):
             if a and b:
@@ -130,8 +130,8 @@ def answers(
     parts: list[list[Tensor]] | None = None,
 ) -> list[Answer]:  # fmt: skip
     """out, lse and, with a backward, dq, dk, dv of each sequence, computed together."""
-    whole, lengths, spec = batch.together(batch.parts() if parts is None else parts)
-    return batch.apart(_run(forward, backward, Inputs(*whole[:3], lengths), spec, whole[3]))
+    whole, lengths, spec = batch.batched(batch.parts() if parts is None else parts)
+    return batch.split(_run(forward, backward, Inputs(*whole[:3], lengths), spec, whole[3]))
 
 
 def _run(
@@ -146,7 +146,7 @@ def _run(
 
 
 def documents(most: int, masks: st.SearchStrategy[Mask], **fixed: object) -> st.SearchStrategy[Documents]:
-    """Few sequences of up to ``most`` tokens a side, empty ones and ones of one token among them."""
+    """A few sequences of up to ``most`` queries and keys, including empty ones and ones of one token."""
     length = st.one_of(st.sampled_from([0, 1, most]), st.integers(0, most))
     pairs = st.lists(st.one_of(length.map(lambda n: (n, n)), st.tuples(length, length)), min_size=1, max_size=4)
     filled = pairs.filter(lambda found: any(a for a, _ in found) and any(b for _, b in found))

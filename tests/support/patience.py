@@ -1,3 +1,3 @@
-"""How long a test waits for what should end soon: too long for a busy machine to reach, so that only a hang does."""
+"""The timeout of tests for events that should come soon: only a hang reaches it, even on a busy machine."""
 
 PATIENCE = 600.0  # seconds

@@ -1,4 +1,4 @@
-"""Where things lie in the checkout that the tests belong to."""
+"""Paths of the checkout that contains these tests."""
 
 import os
 from pathlib import Path

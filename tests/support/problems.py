@@ -1,4 +1,4 @@
-"""Random attention problems: a spec, and tensors of awkward strides that carry it."""
+"""Random attention problems: a spec, and tensors for it, some with unusual strides."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from attnbench.problem.mask import ALIGNMENTS
 
 @dataclass(frozen=True)
 class Problem:
-    """A spec and how its tensors lie in memory."""
+    """A spec and the memory layout of its tensors."""
 
     spec: AttentionSpec
     layout: str
@@ -50,7 +50,7 @@ class Problem:
 
 
 def tensors_of(problem: Problem) -> list[Tensor]:
-    """q, k, v and the output's gradient (B, H, S, D), as views of what the problem's layout put into memory."""
+    """q, k, v and the output's gradient as (B, H, S, D) views of tensors in the problem's layout."""
     return [x.transpose(1, 2) if problem.layout == "bshd" else x for x in problem.tensors()]
 
 
@@ -66,7 +66,7 @@ def masks() -> st.SearchStrategy[Mask]:
 
 
 def every_mask() -> Iterator[tuple[Mask, int, int]]:
-    """Every mask over few keys, in its canonical spelling, with its lengths."""
+    """Every mask over a few queries and keys, in canonical form, with its lengths."""
     sides = [None, *range(7)]
     for sq, skv, left, right, alignment in itertools.product(range(1, 7), range(1, 7), sides, sides, ALIGNMENTS):
         yield Mask(left, right, alignment).canonical(sq, skv), sq, skv
@@ -74,7 +74,7 @@ def every_mask() -> Iterator[tuple[Mask, int, int]]:
 
 @st.composite
 def problems(draw: st.DrawFn, dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16", "fp64")) -> Problem:
-    """Small problems that no library's shapes were made for: odd lengths, Sq ≠ Skv, groups, windows, empty rows."""
+    """Small problems with unusual shapes: odd lengths, Sq ≠ Skv, groups, windows, empty rows."""
     kv_heads = draw(st.integers(1, 3))
     seqlen_q = draw(st.integers(1, 70))
     head_dim = draw(st.sampled_from([8, 16, 32, 64, 24, 5]))
@@ -96,10 +96,10 @@ def problems(draw: st.DrawFn, dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16",
 
 
 @st.composite
-def alike(draw: st.DrawFn) -> Problem:
-    """Problems that differ only in what a compiled kernel takes as it comes: lengths, masks and strides.
+def same_program_problems(draw: st.DrawFn) -> Problem:
+    """Problems that differ only in lengths, masks and strides, which do not need another compiled kernel.
 
-    Sizes stay apart from one another, because a compiler takes equal sizes for one.
+    Sizes differ from one another, because a compiler treats equal sizes as one symbol.
     """
     spec = AttentionSpec.make(
         batch=2,

@@ -1,7 +1,7 @@
-"""Triton's interpreter without the work that it repeats for each operation: the same bits in a fifth of the time.
+"""A faster interpreter for Triton without repeated work for each operation: the same bits in a fifth of the time.
 
-Blocks of tests are small, so that nearly all of the time is Python's, in bookkeeping: the language patched again for
-each call of a function, checks of integers whose result nobody reads, types and shapes made anew for each number.
+The tests' blocks are small, so nearly all of the time is Python overhead: the language is patched again for each call
+of a function, integers are checked for overflow without a reader, types and shapes are recreated for each number.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import pytest
 
 __all__ = ["WRITTEN_FOR", "QuickerParts", "quick_interpreter", "quicker_parts"]
 
-WRITTEN_FOR = "3.6."  # of Triton; any other one's interpreter is left as it is
+WRITTEN_FOR = "3.6."  # of Triton; interpreters of other versions are not changed
 
-QuickerParts = list[tuple[Any, str, Any]]  # objects, the names of their attributes, and the quicker ones
+QuickerParts = list[tuple[Any, str, Any]]  # objects, names of attributes, and faster replacements
 
 
 @contextmanager
 def quick_interpreter() -> Iterator[None]:
-    """Within it, Triton's interpreter is quick; nothing changes where kernels are compiled or Triton is another one."""
+    """Makes Triton's interpreter fast in the block; does nothing for compiled kernels or another version of Triton."""
     with pytest.MonkeyPatch.context() as patch:
         for owner, name, quicker in quicker_parts():
             patch.setattr(owner, name, quicker)
@@ -31,7 +31,7 @@ def quick_interpreter() -> Iterator[None]:
 
 
 def quicker_parts() -> QuickerParts:
-    """What takes the place of what; each function has the one that it replaces as ``__wrapped__``."""
+    """The replacements; each function has the original as ``__wrapped__``."""
     try:
         import triton
         from triton import language
@@ -49,13 +49,13 @@ def quicker_parts() -> QuickerParts:
         (core.block_type, "__init__", _block_type(core.block_type.__init__, core)),
         (core.tensor, "__init__", _tensor(core.tensor.__init__, core)),
     ]
-    if not builder.options.debug:  # alone reads what a check of an integer for overflow found
+    if not builder.options.debug:  # only in debug mode are overflow checks read
         parts.append((builder, "options", replace(builder.options, sanitize_overflow=False)))
     return parts
 
 
 def _patched_once(original: Callable[[Any], Any], interpreter: Any, language: Any) -> Callable[[Any], Any]:
-    """Each call of a function within a kernel patches the language that the kernel's launch has patched."""
+    """Skips patching for functions called in a kernel: the kernel's launch has already patched the language."""
 
     @cache
     def seen(function: Any) -> list[Any]:
@@ -72,7 +72,7 @@ def _patched_once(original: Callable[[Any], Any], interpreter: Any, language: An
 
 
 def _looked_up(original: Callable[[Any], Any], core: Any) -> Callable[[Any], Any]:
-    """NumPy's dtype for one of Triton's, whose table is otherwise made for each question."""
+    """Caches NumPy's dtypes for Triton's, whose table is otherwise rebuilt for each call."""
     known: dict[str, Any] = {}
 
     @wraps(original)
@@ -86,7 +86,7 @@ def _looked_up(original: Callable[[Any], Any], core: Any) -> Callable[[Any], Any
 
 
 def _block_type(original: Callable[..., None], core: Any) -> Callable[..., None]:
-    """What follows from a block's dtype and shape is found out once for each of them."""
+    """Computes the attributes of each block type (dtype and shape) once."""
     known: dict[tuple[Any, ...], dict[str, Any]] = {}
 
     @wraps(original)
@@ -102,13 +102,13 @@ def _block_type(original: Callable[..., None], core: Any) -> Callable[..., None]
 
 
 def _tensor(original: Callable[..., None], core: Any) -> Callable[..., None]:
-    """A tensor has what its type knows of its shape."""
+    """Takes a tensor's shape from its type."""
     of_scalar = core.constexpr(1), core.tuple([])
 
     @wraps(original)
     def init(self: Any, handle: Any, type: Any) -> None:
         found = getattr(type, "of_tensor", None) if type.is_block() else of_scalar
-        if found is None:  # its type was made by Triton's own constructor
+        if found is None:  # its type was created by Triton's own constructor
             original(self, handle, type)
             return
         self.handle, self.type, self.dtype = handle, type, type.scalar

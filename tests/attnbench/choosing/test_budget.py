@@ -21,7 +21,7 @@ HERE = Device("cpu", "A CPU")
 WIDE = ("bf16", "fp16", "fp32", "fp64")
 
 
-def drawn(spec: AttentionSpec, seed: int = 0) -> list[torch.Tensor]:
+def random_tensors(spec: AttentionSpec, seed: int = 0) -> list[torch.Tensor]:
     """Normal q, k, v and dO."""
     generator = torch.Generator().manual_seed(seed)
     keys = (spec.batch, spec.kv_heads, spec.seqlen_kv, spec.head_dim)
@@ -33,8 +33,8 @@ def square(dtype: str = "bf16", direction: str = "forward") -> AttentionSpec:
     return AttentionSpec.make(batch=1, heads=2, seqlen_q=64, head_dim=32, dtype=dtype, direction=direction)
 
 
-def asked(spec: AttentionSpec, **more):
-    q, k, v, _ = drawn(spec)
+def explain_spec(spec: AttentionSpec, **more):
+    q, k, v, _ = random_tensors(spec)
     leaves = [x.requires_grad_(spec.training) for x in (q, k, v)]
     return explain(*leaves, is_causal=spec.mask.kind == "causal", **more)
 
@@ -54,7 +54,7 @@ budgets = st.floats(-17, -0.5).map(lambda power: 10**power)
 @settings(max_examples=30)
 @given(specs, budgets | st.sampled_from([0.0019, 0.002, 0.0025, 0.003, 0.005, 0.00024, 0.0005]), st.booleans())
 def test_chosen_plan_is_within_the_budget_or_none_runs(spec, budget, fp8):
-    q, k, v, grad_out = drawn(spec)
+    q, k, v, grad_out = random_tensors(spec)
     leaves = [x.requires_grad_(spec.training) for x in (q, k, v)]
     more = {"max_error": budget, "dtype": None if fp8 else spec.dtype, "is_causal": spec.mask.kind == "causal"}
     try:
@@ -74,18 +74,18 @@ def test_chosen_plan_is_within_the_budget_or_none_runs(spec, budget, fp8):
 @pytest.mark.parametrize("direction", ["forward", "training"])
 def test_a_default_kernel_within_the_budget_is_not_replaced_by_a_slower_one(dtype, budget, direction):
     spec = square(dtype, direction)
-    assert asked(spec, max_error=budget, dtype=dtype).plan == asked(spec).plan
-    assert str(asked(spec).plan).startswith(f"sdpa-flash:{dtype}")
+    assert explain_spec(spec, max_error=budget, dtype=dtype).plan == explain_spec(spec).plan
+    assert str(explain_spec(spec).plan).startswith(f"sdpa-flash:{dtype}")
 
 
 @pytest.mark.parametrize(("dtype", "closed"), [("bf16", True), (torch.bfloat16, True), ("fp8", False), (None, False)])
 def test_a_budget_with_the_tensors_own_dtype_excludes_fp8(dtype, closed):
-    choice = asked(square(), max_error=0.25, dtype=dtype)
+    choice = explain_spec(square(), max_error=0.25, dtype=dtype)
     assert any(each.verdict == "not asked for" for each in choice.candidates) is closed
 
 
 @pytest.fixture
-def allowing():
+def set_fp32_precision():
     """Sets how short the numbers of FP32 products may be, by torch's older call or its newer one."""
     older, newer = torch.get_float32_matmul_precision(), torch.backends.mkldnn.matmul
 
@@ -103,7 +103,7 @@ def allowing():
 @pytest.mark.parametrize("backend", ["sdpa-flash:fp32", "sdpa-math:fp32", "reference:fp32"])
 @pytest.mark.parametrize("how", ["medium", "newer"])
 def test_torchs_precision_settings_do_not_reduce_the_precision_of_a_budgeted_call(allowing, backend, how):
-    q, k, v, grad_out = drawn(square("fp32", "training"))
+    q, k, v, grad_out = random_tensors(square("fp32", "training"))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     answers = []
     for setting in ("highest", how):
@@ -118,12 +118,12 @@ def test_torchs_precision_settings_do_not_reduce_the_precision_of_a_budgeted_cal
 def test_an_unreachable_budget_error_states_the_best_plans_error(direction):
     spec = square(direction=direction)
     with pytest.raises(NoPlanError) as caught:
-        asked(spec, max_error=1e-9)
+        explain_spec(spec, max_error=1e-9)
     first, *lines = str(caught.value).splitlines()
     assert first.startswith(f"no plan stays within max_error=1e-09 for {spec} on ")
     assert "reaches 0.002 (declared). Rounding results to bf16 alone costs 0.002" in first
     assert first.endswith("pass max_error=0.002 or more, or fp64 tensors.")
-    assert asked(spec, max_error=0.002).plan
+    assert explain_spec(spec, max_error=0.002).plan
     assert any("sdpa-flash:bf16" in line and "0.00" in line for line in lines)
     assert not any("fa4" in line for line in lines), "what cannot run here is only counted"
     assert any(plan.startswith("fa4") for plan in caught.value.reasons)
@@ -131,19 +131,19 @@ def test_an_unreachable_budget_error_states_the_best_plans_error(direction):
 
 def test_the_budget_applies_to_contexts_and_named_plans():
     with use_backend(max_error=1e-9), pytest.raises(NoPlanError, match="max_error=1e-09"):
-        asked(square())
+        explain_spec(square())
     with pytest.raises(BudgetError) as caught:
-        asked(square(), max_error=0.0025, backend="sdpa-flash")
+        explain_spec(square(), max_error=0.0025, backend="sdpa-flash")
     assert "It needs max_error=0.003 or more" in str(caught.value)
     assert "Plans within it: reference:fp32, reference:fp64, sdpa-math:bf16." in str(caught.value)
     with pytest.raises(BudgetError, match="max_error=1e-09"):
-        asked(square(), max_error=1e-9, backend="reference:fp64")
+        explain_spec(square(), max_error=1e-9, backend="reference:fp64")
 
 
 @pytest.mark.parametrize("budget", [0, -0.1, -math.inf, math.nan, True, "0.1", 1e-400, 10**400])
 def test_a_nonpositive_budget_is_an_error_that_names_it(budget):
     with pytest.raises(InputError, match="max_error must be a positive relative error"):
-        asked(square(), max_error=budget)
+        explain_spec(square(), max_error=budget)
 
 
 def test_the_budget_error_reports_the_measured_error_of_the_best_plan():

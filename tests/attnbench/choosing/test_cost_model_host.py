@@ -23,21 +23,21 @@ def spec(length: int, **more) -> AttentionSpec:
     return AttentionSpec.make(**{"batch": 16384 // length, "heads": 16, "seqlen_q": length, "head_dim": 128, **more})
 
 
-def device(at: AttentionSpec) -> float:
+def device_ms_of(at: AttentionSpec) -> float:
     return 0.02 + at.flops / 600e9
 
 
-def called(at: AttentionSpec, host: float, scatter: float = 0.2) -> Entry:
+def call_entry(at: AttentionSpec, host: float, scatter: float = 0.2) -> Entry:
     """A call that takes as long as the longer of the two; its samples scatter where that is the host."""
-    waited = host > device(at)
-    time = max(host, device(at))
+    waited = host > device_ms_of(at)
+    time = max(host, device_ms_of(at))
     return Entry(at, PLAN, "ok", time, time * (scatter if waited else 0.01), {"normal": 0.002})
 
 
 def test_host_and_device_times_are_predicted_from_specs_that_run_the_same_code():
     """All calls waited for the host, so their times alone say nothing of the device."""
     entries = [
-        replace(called(at, host), host_ms=host, device_ms=device(at))
+        replace(call_entry(at, host), host_ms=host, device_ms=device_ms_of(at))
         for length in LENGTHS
         for host, at in ((50.0, spec(length)), (400.0, spec(length, kv_heads=1)))
     ]
@@ -46,7 +46,7 @@ def test_host_and_device_times_are_predicted_from_specs_that_run_the_same_code()
     assert model.predict(PLAN, spec(768)).time_ms == pytest.approx(50.0, rel=0.1)
     assert model.predict(PLAN, spec(768, kv_heads=1)).time_ms == pytest.approx(400.0, rel=0.1)
     far = spec(max(LENGTHS) * 64, batch=1)
-    assert model.predict(PLAN, far).time_ms == pytest.approx(device(far), rel=0.3)
+    assert model.predict(PLAN, far).time_ms == pytest.approx(device_ms_of(far), rel=0.3)
 
 
 def test_another_tables_host_time_for_the_same_code_outweighs_this_tables_for_other_code():
@@ -54,7 +54,7 @@ def test_another_tables_host_time_for_the_same_code_outweighs_this_tables_for_ot
 
     def table(host: float, **more) -> Table:
         places = [spec(length, **more) for length in LENGTHS]
-        entries = [replace(called(at, host), host_ms=host, device_ms=device(at)) for at in places]
+        entries = [replace(call_entry(at, host), host_ms=host, device_ms=device_ms_of(at)) for at in places]
         return Table.from_entries(an_environment(), entries)
 
     other, own = table(50.0), table(125.0, kv_heads=8)
@@ -65,24 +65,24 @@ def test_another_tables_host_time_for_the_same_code_outweighs_this_tables_for_ot
 
 
 def test_an_outlier_has_weight_only_if_its_samples_repeat():
-    def heard(scatter: float) -> float:
+    def outlier_weight(scatter: float) -> float:
         odd = spec(512)
-        entries = [called(spec(length), 0.0) for length in LENGTHS if length != 512]
-        slow = Entry(odd, PLAN, "ok", 2 * device(odd), scatter * 2 * device(odd), {"normal": 0.002})
+        entries = [call_entry(spec(length), 0.0) for length in LENGTHS if length != 512]
+        slow = Entry(odd, PLAN, "ok", 2 * device_ms_of(odd), scatter * 2 * device_ms_of(odd), {"normal": 0.002})
         return Fit([*entries, slow]).residuals[odd].heard
 
-    assert heard(0.002) > 0.8
-    assert heard(0.3) < 0.2
+    assert outlier_weight(0.002) > 0.8
+    assert outlier_weight(0.3) < 0.2
 
 
 def test_a_spec_with_few_queries_is_predicted_to_underuse_the_gpu():
     """From many queries a plan is known; one sixteenth of them takes as long where they all run at once."""
 
-    def of(queries: int, keys: int) -> AttentionSpec:
+    def spec_of(queries: int, keys: int) -> AttentionSpec:
         return spec(queries, batch=1, heads=8, seqlen_kv=keys, mask=Mask(right=0, alignment="bottom-right"))
 
-    entries = [called(of(2048, keys), 0.0) for keys in (16384, 32768, 65536, 131072)]
-    found = CostModel(entries).predict(PLAN, of(128, 131072))
+    entries = [call_entry(spec_of(2048, keys), 0.0) for keys in (16384, 32768, 65536, 131072)]
+    found = CostModel(entries).predict(PLAN, spec_of(128, 131072))
     assert found.time_ms == pytest.approx(entries[-1].time_ms, rel=0.2)
 
 

@@ -25,7 +25,7 @@ def entry(at: AttentionSpec, error: float, family: str = "outlier", plan: Plan =
     return Entry(at, plan, "ok", 1.0, 0.0, {"outlier": 0.01, family: error})
 
 
-def law(at: AttentionSpec) -> float:
+def error_of(at: AttentionSpec) -> float:
     """Smaller by half for four times the head dimension, larger with the keys, smaller under a mask."""
     return 0.1 * (128 / at.head_dim) ** 0.5 * (at.seqlen_kv / 4096) ** 0.1 * (0.8 if at.mask.kind != "none" else 1.0)
 
@@ -34,18 +34,18 @@ def law(at: AttentionSpec) -> float:
 def test_the_bound_covers_95_percent_of_new_draws(spread):
     chance = random.Random(7)
 
-    def drawn(at: AttentionSpec) -> float:
-        return law(at) * 2 ** chance.gauss(0, spread)
+    def random_error(at: AttentionSpec) -> float:
+        return error_of(at) * 2 ** chance.gauss(0, spread)
 
     above = []
     for _ in range(300):
-        model = ErrorModel(entry(at, drawn(at)) for at in (spec(*each) for each in SHAPES))
+        model = ErrorModel(entry(at, random_error(at)) for at in (spec(*each) for each in SHAPES))
         asked = spec(96, Mask(None, 0), 3000)
         bound, family = model.predict(PLAN, asked)
         assert family == "outlier"
-        above.append(drawn(asked) > bound)
+        above.append(random_error(asked) > bound)
         if spread == 0.01:
-            assert bound < 1.25 * law(asked)
+            assert bound < 1.25 * error_of(asked)
     assert sum(above) <= 0.05 * len(above)
 
 

@@ -99,7 +99,9 @@ def test_a_fast_choice_beyond_its_budget_is_a_failure():
     assert found
     assert all(each.violated for each in found)
     assert not any(each.passes for each in summary_of(found))
-    assert any(each.violations for each in summary_of(scores(scattering(["far:fp8"], wild))))  # scatter hides none
+    assert any(
+        each.violations for each in summary_of(scores(with_noisy_times(["far:fp8"], wild)))
+    )  # scatter hides none
 
 
 def test_dtypes_absent_from_every_table_are_chosen_by_rule_and_counted():
@@ -109,7 +111,7 @@ def test_dtypes_absent_from_every_table_are_chosen_by_rule_and_counted():
     assert not plain.passes
 
 
-def scattering(plans, table, specs=FRESH):
+def with_noisy_times(plans, table, specs=FRESH):
     """The truth with these plans' quartiles as far apart as half of their median, which hides a regret of 20 %."""
     names = [Plan.parse(str(plan)) for plan in plans]
     wide = {
@@ -128,7 +130,7 @@ def test_choices_with_noisy_times_are_not_scored(hidden):
     assert (plain.choices, plain.unsteady) == (2, 0)
     assert plain.worst > 1
     (lost,) = (each for each in scores(both) if each.regret > 1 and not each.asked.fp8)
-    unsteady = scattering([lost.plan if hidden == "the choice" else lost.best], both, [lost.spec])
+    unsteady = with_noisy_times([lost.plan if hidden == "the choice" else lost.best], both, [lost.spec])
     found = [each for each in scores(unsteady) if not each.asked.fp8]
     assert [(each.spec, each.regret, each.steady) for each in found] == [
         (each.spec, each.regret, each.spec != lost.spec) for each in scores(both) if not each.asked.fp8
@@ -145,9 +147,9 @@ def test_the_command_reports_noisy_times_and_fails_if_all_are_noisy(tmp_path, mo
     monkeypatch.setattr("attnbench.kernels.registry.registry", lambda: KNOWN)
     mine, fresh = tmp_path / "mine.json", tmp_path / "fresh.json"
     formula_table().save(mine)
-    scattering(FORMULAS, truth(specs=FRESH[:1])).save(fresh)
+    with_noisy_times(FORMULAS, truth(specs=FRESH[:1])).save(fresh)
     fails(check(mine, "--on", fresh), 2, "every time scatters by more than 20%", "idle")
-    table = scattering(FORMULAS, truth(specs=FRESH[:1]))
+    table = with_noisy_times(FORMULAS, truth(specs=FRESH[:1]))
     replace(table, entries={**table.entries, **truth(specs=FRESH[1:]).entries}).save(fresh)
     run = check(mine, "--on", fresh)
     assert run.returncode == 0
@@ -155,7 +157,7 @@ def test_the_command_reports_noisy_times_and_fails_if_all_are_noisy(tmp_path, mo
     assert "regret" not in run.stdout  # of which none that counts was above 10 %
 
     slow = truth(FORMULAS | {"near:bf16": (0.02, 9.0, 0.002)}, FRESH[1:])
-    for lost, listed in ((slow, True), (scattering(FORMULAS, slow), False)):
+    for lost, listed in ((slow, True), (with_noisy_times(FORMULAS, slow), False)):
         replace(table, entries={**truth(specs=FRESH[:1]).entries, **lost.entries}).save(fresh)
         assert (str(FRESH[1]) in check(mine, "--on", fresh).stdout) is listed
 

@@ -24,7 +24,7 @@ SHIPPED = ROOT / "attnbench" / "tables" / "nvidia-h200.json"
 PLAIN = [spec(length) for length in LENGTHS]
 
 
-def shuffled(table: Table, seed: int = 0) -> Table:
+def shuffle_times(table: Table, seed: int = 0) -> Table:
     """The times of each spec dealt out anew among its plans."""
     chance = random.Random(seed)
     entries: dict[AttentionSpec, list[Entry]] = defaultdict(list)
@@ -118,7 +118,7 @@ def test_the_shipped_table_meets_the_regret_bounds_for_every_split():
 
 
 @pytest.mark.parametrize(
-    ("make", "code", "last"), [(formula_table, 0, "passed"), (lambda: shuffled(formula_table()), 1, "failed")]
+    ("make", "code", "last"), [(formula_table, 0, "passed"), (lambda: shuffle_times(formula_table()), 1, "failed")]
 )
 def test_the_command_reports_whether_regret_is_within_the_bounds(tmp_path, make, code, last):
     laws = make()

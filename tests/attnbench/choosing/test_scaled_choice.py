@@ -51,7 +51,7 @@ def known(**rates: float) -> Known:
 
 
 @pytest.fixture
-def by(monkeypatch):
+def choose_with(monkeypatch):
     """A choice by these tables."""
 
     def pick(tables: Known, asked: AttentionSpec | None = None, **more):
@@ -62,8 +62,8 @@ def by(monkeypatch):
 
 
 @pytest.mark.parametrize("length", [4096, 6000])
-def test_a_scaled_choice_is_labelled_in_every_output(by, length):
-    choice = by(known(slow=300, fast=500, fp8=800), spec(length))
+def test_a_scaled_choice_is_labelled_in_every_output(choose_with, length):
+    choice = choose_with(known(slow=300, fast=500, fp8=800), spec(length))
     assert (str(choice.plan), choice.basis, choice.chosen.scaled_from) == ("fast:bf16", "scaled", "NVIDIA H200")
     assert "(by prediction scaled from NVIDIA H200)" in str(choice)
     assert "`attnbench sweep --preset table`" in choice.hint
@@ -76,46 +76,46 @@ def test_a_scaled_choice_is_labelled_in_every_output(by, length):
     assert "error of the prediction" in str(choice)
 
 
-def test_fp8_is_chosen_by_the_errors_of_the_other_gpu(by):
+def test_fp8_is_chosen_by_the_errors_of_the_other_gpu(choose_with):
     tables = known(slow=300, fp8=800)
-    assert str(by(tables, fp8=True).plan) == "fast:fp8"
-    assert str(by(tables, fp8=True, max_error=0.05).plan) == "slow:bf16"
+    assert str(choose_with(tables, fp8=True).plan) == "fast:fp8"
+    assert str(choose_with(tables, fp8=True, max_error=0.05).plan) == "slow:bf16"
     with pytest.raises(NoPlanError, match=r"the best, .*measured on NVIDIA H200"):
-        by(known(slow=300, fast=500), max_error=1e-4)
+        choose_with(known(slow=300, fast=500), max_error=1e-4)
 
 
-def test_a_lead_within_the_scaling_error_does_not_decide(by):
+def test_a_lead_within_the_scaling_error_does_not_decide(choose_with):
     """Measured there, 4 % decide; scaled they do not, and margins say by how much they would have to differ."""
     rates = {"slow": 400, "fast": 416}
-    assert str(by(Known.of(table(**rates))).plan) == "fast:bf16"
-    choice = by(known(**rates))
+    assert str(choose_with(Known.of(table(**rates))).plan) == "fast:bf16"
+    choice = choose_with(known(**rates))
     assert choice.margin.noise >= 0.05
     assert choice.margin.inside_noise
-    assert not by(known(slow=400, fast=600)).margin.inside_noise
+    assert not choose_with(known(slow=400, fast=600)).margin.inside_noise
 
 
-def test_a_table_of_this_gpu_decides_for_the_classes_that_it_measured(by):
+def test_a_table_of_this_gpu_decides_for_the_classes_that_it_measured(choose_with):
     own = table(H100, lengths=(8192,), slow=500, fast=300)
     tables = Known((own, scaled(table(slow=300, fast=500), H100)))
     for length in (8192, 6000):
-        choice = by(tables, spec(length))
+        choice = choose_with(tables, spec(length))
         assert (str(choice.plan), choice.basis) == ("slow:bf16", "measured" if length == 8192 else "predicted")
-    other = by(tables, spec(4096))  # measured on the H200 alone
+    other = choose_with(tables, spec(4096))  # measured on the H200 alone
     assert (str(other.plan), other.basis) == ("fast:bf16", "scaled")
     assert {each.basis for each in other.candidates if each.time_ms} == {"scaled"}  # times of two machines never meet
     swapped = Known(tables.tables[::-1])
-    assert by(swapped, spec(6000)).basis == "predicted"
+    assert choose_with(swapped, spec(6000)).basis == "predicted"
 
 
-def test_pooled_predictions_give_more_weight_to_the_table_with_more_measurements(by):
+def test_pooled_predictions_give_more_weight_to_the_table_with_more_measurements(choose_with):
     """This GPU's table has one length, far from the others; between them the other GPU's has three."""
     own = table(H100, lengths=(512,), slow=500, fast=300)
     other = scaled(table(slow=300, fast=500, fp8=800), H100)
     far, near = (
-        {str(each.plan): each for each in by(Known((own, other)), spec(length), fp8=True).candidates}
+        {str(each.plan): each for each in choose_with(Known((own, other)), spec(length), fp8=True).candidates}
         for length in (640, 8192)
     )
-    alone = {str(each.plan): each for each in by(Known.of(other), spec(8192), fp8=True).candidates}
+    alone = {str(each.plan): each for each in choose_with(Known.of(other), spec(8192), fp8=True).candidates}
     assert far["slow:bf16"].time_ms < far["fast:bf16"].time_ms
     assert near["fast:bf16"].time_ms < near["slow:bf16"].time_ms
     assert {each.basis for each in (near["slow:bf16"], near["fast:bf16"])} == {"predicted"}
@@ -124,10 +124,10 @@ def test_pooled_predictions_give_more_weight_to_the_table_with_more_measurements
     assert near["fast:fp8"].time_ms == alone["fast:fp8"].time_ms
 
 
-def test_leads_between_plans_of_different_tables_have_the_largest_uncertainty(by):
+def test_leads_between_plans_of_different_tables_have_the_largest_uncertainty(choose_with):
     own, other = table(H100, lengths=(1024, 4096), slow=500), scaled(table(fast=520), H100)
-    apart = by(Known((own, other)), spec(2048)).margin
-    together = by(Known.of(table(H100, lengths=(1024, 4096), slow=500, fast=520)), spec(2048)).margin
+    apart = choose_with(Known((own, other)), spec(2048)).margin
+    together = choose_with(Known.of(table(H100, lengths=(1024, 4096), slow=500, fast=520)), spec(2048)).margin
     assert apart.noise > together.noise
     assert apart.inside_noise
 
@@ -143,7 +143,7 @@ def gpu(monkeypatch):
     table_advice._warned.forget()
 
 
-def caught(choice, *devices) -> list[str]:
+def warnings_for(choice, *devices) -> list[str]:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         for device in devices:
@@ -152,27 +152,31 @@ def caught(choice, *devices) -> list[str]:
     return [str(each.message) for each in found]
 
 
-def test_a_choice_by_rule_on_a_gpu_warns_once_per_device_in_one_line(by, gpu):
-    choice = by(Known())
+def test_a_choice_by_rule_on_a_gpu_warns_once_per_device_in_one_line(choose_with, gpu):
+    choice = choose_with(Known())
     assert choice.basis == "rule"
-    (said,) = caught(choice, gpu, gpu)
+    (said,) = warnings_for(choice, gpu, gpu)
     assert said.isprintable()
     assert said.startswith(f"nothing like {spec()} was measured on NVIDIA  H100, so a fixed order of kernels decides; ")
     assert "`attnbench sweep --preset table` makes a table of this device in about 10 minutes" in said
-    assert caught(choice, gpu) == []
-    assert len(caught(choice, torch.device("cuda", 1))) == 1
+    assert warnings_for(choice, gpu) == []
+    assert len(warnings_for(choice, torch.device("cuda", 1))) == 1
 
 
-def test_a_choice_on_a_cpu_or_not_by_rule_does_not_warn(by, gpu):
-    assert caught(by(Known()), CPU) == []
-    chosen = [by(known(slow=300)), by(Known.of(table(slow=300))), by(known(slow=300), backend="slow")]
+def test_a_choice_on_a_cpu_or_not_by_rule_does_not_warn(choose_with, gpu):
+    assert warnings_for(choose_with(Known()), CPU) == []
+    chosen = [
+        choose_with(known(slow=300)),
+        choose_with(Known.of(table(slow=300))),
+        choose_with(known(slow=300), backend="slow"),
+    ]
     assert [each.basis for each in chosen] == ["scaled", "measured", "explicit"]
     assert [each.hint is None for each in chosen] == [False, True, True]
-    assert [caught(each, gpu) for each in chosen] == [[], [], []]
+    assert [warnings_for(each, gpu) for each in chosen] == [[], [], []]
 
 
-def test_the_next_call_works_after_the_rule_warning_was_raised_as_an_error(by, gpu):
-    choice = by(Known())
+def test_the_next_call_works_after_the_rule_warning_was_raised_as_an_error(choose_with, gpu):
+    choice = choose_with(Known())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(AttnbenchWarning):

@@ -27,7 +27,7 @@ def test_measured_times_decide_and_fp8_needs_opting_in():
     assert "1.5 times" in slow.reasons[0]
 
 
-def grid(**times: dict[int, float]) -> Table:
+def table_by_length(**times: dict[int, float]) -> Table:
     """Plans by name (``slow`` is slow:bf16, ``fp8`` fast:fp8), times by length."""
     names = {"slow": "slow:bf16", "fast": "fast:bf16", "fp8": "fast:fp8"}
     errors = {"fp8": {"normal": 0.05, "outlier": 0.09}}
@@ -40,7 +40,7 @@ def grid(**times: dict[int, float]) -> Table:
     )
 
 
-def fp8(choice):
+def fp8_candidate(choice):
     return next(each for each in choice.candidates if str(each.plan) == "fast:fp8")
 
 
@@ -48,7 +48,9 @@ def fp8(choice):
 def test_the_predicted_fp8_error_grows_with_the_difference_between_classes(error):
     measured = table(entry("fast:bf16", 2.0), entry("fast:fp8", 1.0, normal=0.02, outlier=error))
     for mask in (Mask(), Mask(None, 0)):
-        found = [fp8(pick(spec(head_dim=each, mask=mask), table=measured, fp8=True)) for each in (64, 128, 256)]
+        found = [
+            fp8_candidate(pick(spec(head_dim=each, mask=mask), table=measured, fp8=True)) for each in (64, 128, 256)
+        ]
         needs = [each.needs for each in found]
         assert needs == sorted(set(needs))
         assert needs[0] >= error
@@ -129,19 +131,19 @@ def test_the_lead_over_a_measured_plan_is_beside_the_noise_of_both():
 def test_a_plan_measured_at_other_specs_competes_with_plans_measured_at_this_one():
     """A prediction that leads by more than its error beats what was measured, one that leads by less does not."""
     for time, plan in ((0.5, "fast:bf16"), (0.99, "slow:bf16")):
-        some = grid(slow={512: 0.25, 1024: 1.0, 2048: 4.0}, fast={512: time / 4, 2048: time * 4})
+        some = table_by_length(slow={512: 0.25, 1024: 1.0, 2048: 4.0}, fast={512: time / 4, 2048: time * 4})
         assert str(pick(table=some).plan) == plan
 
 
 def test_ties_are_resolved_by_accuracy_and_then_by_declared_order():
-    def tied(slow: float, fast: float, fp8: float) -> str:
-        return str(pick(table=grid(slow={1024: slow}, fast={1024: fast}, fp8={1024: fp8}), fp8=True).plan)
+    def winner_of(slow: float, fast: float, fp8: float) -> str:
+        return str(pick(table=table_by_length(slow={1024: slow}, fast={1024: fast}, fp8={1024: fp8}), fp8=True).plan)
 
-    assert tied(1.005, 1.02, 1.0) == "slow:bf16"  # both are within noise of what they tie with
-    assert tied(1.02, 1.005, 1.0) == "fast:bf16"  # slow is not
-    assert tied(1.009, 1.0, 2.0) == "slow:bf16"  # declared before fast
-    assert tied(1.02, 1.02, 1.0) == "fast:fp8"
-    assert tied(1.0, 1.009, 1.009) == "slow:bf16"
+    assert winner_of(1.005, 1.02, 1.0) == "slow:bf16"  # both are within noise of what they tie with
+    assert winner_of(1.02, 1.005, 1.0) == "fast:bf16"  # slow is not
+    assert winner_of(1.009, 1.0, 2.0) == "slow:bf16"  # declared before fast
+    assert winner_of(1.02, 1.02, 1.0) == "fast:fp8"
+    assert winner_of(1.0, 1.009, 1.009) == "slow:bf16"
 
 
 def test_the_noise_threshold_is_half_of_both_spreads_clamped_to_its_bounds():
@@ -181,12 +183,12 @@ def test_unmeasured_query_counts_count_like_unmeasured_key_counts_in_training(gr
         entry("slow:bf16>slow:bf16", 2.0, spec(**asked)),
     )
 
-    def found(queries: int):
+    def candidate_of(queries: int):
         choice = pick(spec(**asked, seqlen_q=queries), table=measured, known=known, fp8=True, max_error=0.16)
         return choice, next(each for each in choice.candidates if str(each.plan) == "fast:fp8>fast:fp8")
 
-    assert found(1024)[1].verdict == "chosen"
-    choice, fp8 = found(4096)
+    assert candidate_of(1024)[1].verdict == "chosen"
+    choice, fp8 = candidate_of(4096)
     assert fp8.verdict == verdict
     assert fp8.declared_beyond == (None if growth is None else 1024)
     assert ("declared beyond 1024 keys" in str(choice)) is (growth is not None)
@@ -194,7 +196,7 @@ def test_unmeasured_query_counts_count_like_unmeasured_key_counts_in_training(gr
 
 @pytest.mark.parametrize("status", ["crashed", "timeout", "oom", "error"])
 def test_a_plan_that_failed_on_a_smaller_shape_is_not_chosen_by_prediction(status):
-    times = grid(slow={512: 1.0, 4096: 70.0}, fast={512: 0.5, 4096: 35.0})
+    times = table_by_length(slow={512: 1.0, 4096: 70.0}, fast={512: 0.5, 4096: 35.0})
 
     def with_failure(length):
         failed = Entry(spec(seqlen_q=length), Plan("fast:bf16"), status, reason="it broke")
@@ -235,7 +237,7 @@ lengths = st.sampled_from([256, 700, 1024, 5000])
 budgets = st.floats(1e-3, 1.0)
 
 
-def tried(*rows: Entry, length: int, **more):
+def choice_or_none(*rows: Entry, length: int, **more):
     """The choice, None where nothing may run."""
     try:
         return pick(spec(seqlen_q=length), table=table(*rows), **more)
@@ -245,7 +247,7 @@ def tried(*rows: Entry, length: int, **more):
 
 @given(entries, lengths, budgets, st.booleans())
 def test_no_choice_exceeds_the_budget_or_uses_fp8_without_opting_in(rows, length, budget, fp8):
-    choice = tried(*rows, length=length, max_error=budget, fp8=fp8)
+    choice = choice_or_none(*rows, length=length, max_error=budget, fp8=fp8)
     if choice is None:
         return
     assert sum(each.verdict == "chosen" for each in choice.candidates) == 1
@@ -265,7 +267,7 @@ def test_no_choice_exceeds_the_budget_or_uses_fp8_without_opting_in(rows, length
 @given(entries, st.sampled_from(LENGTHS), budgets, st.booleans())
 def test_no_choice_at_a_measured_spec_is_slower_than_another_by_more_than_noise(rows, length, budget, fp8):
     """The default plan, the first in the declared order, is one of those others."""
-    choice = tried(*rows, length=length, max_error=budget, fp8=fp8)
+    choice = choice_or_none(*rows, length=length, max_error=budget, fp8=fp8)
     here = table(*rows).at(spec(seqlen_q=length))
     able = [each for each in here.values() if each.usable]
     rivals = [each for each in able if each.worst[0] <= budget and (fp8 or not each.plan.fp8)]
@@ -281,14 +283,14 @@ def test_no_choice_at_a_measured_spec_is_slower_than_another_by_more_than_noise(
 @given(entries, lengths, budgets, st.booleans(), st.randoms(use_true_random=False))
 def test_the_order_of_entries_does_not_matter(rows, length, budget, fp8, chance: random.Random):
     last = list(table(*rows).entries.values())
-    once = tried(*last, length=length, max_error=budget, fp8=fp8)
+    once = choice_or_none(*last, length=length, max_error=budget, fp8=fp8)
     chance.shuffle(last)
-    assert tried(*last, length=length, max_error=budget, fp8=fp8) == once
+    assert choice_or_none(*last, length=length, max_error=budget, fp8=fp8) == once
 
 
 @given(entries, lengths, budgets, st.booleans(), st.sampled_from(["slower", "inaccurate", "broken"]))
 def test_a_plan_that_cannot_win_changes_nothing(rows, length, budget, fp8, why):
-    before = tried(*rows, length=length, max_error=budget, fp8=fp8)
+    before = choice_or_none(*rows, length=length, max_error=budget, fp8=fp8)
     slowest = max((each.time_ms for each in rows), default=1.0)
     newcomer = [
         Entry(spec(seqlen_q=at), Plan("study:bf16"), "crashed", reason="it broke")
@@ -297,7 +299,7 @@ def test_a_plan_that_cannot_win_changes_nothing(rows, length, budget, fp8, why):
                    normal=0.0001 if why == "slower" else 2.0)
         for at in LENGTHS
     ]  # fmt: skip
-    after = tried(*rows, *newcomer, length=length, max_error=budget, fp8=fp8)
+    after = choice_or_none(*rows, *newcomer, length=length, max_error=budget, fp8=fp8)
     if before is None or before.basis == "rule":
         assert after is None or before is not None or after.plan == Plan("study:bf16")
     else:

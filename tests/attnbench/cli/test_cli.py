@@ -70,12 +70,12 @@ def test_explain_prints_the_plans_that_could_run_and_counts_the_others(format: s
     found = {each["plan"]: each["verdict"] for each in json.loads(data.stdout)["candidates"]}
     assert {"reference:fp32", "sdpa-math:bf16", "sdpa-math:fp32", "sdpa-cudnn:bf16"} <= {*found}
 
-    def shown(text: str) -> set[str]:
+    def visible_words(text: str) -> set[str]:
         return {plan for plan in found if re.search(rf"^(\| )?{re.escape(plan)} ", text, re.MULTILINE)}
 
     cannot = {plan for plan, verdict in found.items() if verdict in ("refused", "unavailable")}
-    assert shown(run.stdout) == {*found} - cannot
-    assert shown(every.stdout) == {*found}
+    assert visible_words(run.stdout) == {*found} - cannot
+    assert visible_words(every.stdout) == {*found}
     counts = [list(found.values()).count(verdict) for verdict in ("refused", "unavailable")]
     assert f"not shown: {counts[0]} refused and {counts[1]} unavailable plans; `attnbench explain --all`" in run.stdout
     assert "not shown" not in every.stdout
@@ -172,7 +172,7 @@ def vendor(*kernels, **answer):
     return Registry([Backend("vendor", "", lambda: Availability(**answer), kernels)])
 
 
-def asked(known, here):
+def obstacle_and_command(known, here):
     backend = known.backends["vendor"]
     return obstacle(known, backend, here), command_for(known, backend, here)
 
@@ -180,14 +180,17 @@ def asked(known, here):
 def test_an_install_command_is_advised_only_where_it_would_help():
     missing = {"reason": "vendor is not installed", "install": "pip install vendor"}
     known = vendor(Hopper(["the package would have to be there to know"]), **missing)
-    assert asked(known, NEW) == (None, "pip install vendor")
-    reason, command = asked(known, OLD)
+    assert obstacle_and_command(known, NEW) == (None, "pip install vendor")
+    reason, command = obstacle_and_command(known, OLD)
     assert "compute capability 9.0" in reason
     assert command is None
     limits = {here: describe_backend(known, "vendor", here)["kernels"][0]["here"][0] for here in (OLD, NEW)}
     assert limits == {OLD: "not on compute capability 7.0", NEW: "takes bf16/e4m3"}
-    assert asked(known, CPU) == ("has no kernel for cpu", None)
-    assert asked(vendor(**missing), CPU) == (None, "pip install vendor")  # a plug-in that could not be loaded
+    assert obstacle_and_command(known, CPU) == ("has no kernel for cpu", None)
+    assert obstacle_and_command(vendor(**missing), CPU) == (
+        None,
+        "pip install vendor",
+    )  # a plug-in that could not be loaded
 
 
 @WITHOUT_CUDA

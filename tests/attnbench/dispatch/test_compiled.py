@@ -123,11 +123,11 @@ def test_changes_of_context_and_environment_are_noticed(monkeypatch):
     assert len({answers[kind].float().sum().item() for kind in kinds}) == len(kinds)
     seen = []
 
-    def elsewhere() -> None:
+    def in_another_thread() -> None:
         with use_backend("emulated:fp8-token"):
             seen.append(function(*x))
 
-    thread = threading.Thread(target=elsewhere)
+    thread = threading.Thread(target=in_another_thread)
     with use_backend("emulated:fp8"):
         thread.start()
         thread.join()
@@ -227,7 +227,7 @@ class Module(torch.nn.Module):
         return attention(q, k, v, is_causal=True)
 
 
-def called(program) -> list[object]:
+def call_targets(program) -> list[object]:
     (node,) = (n for n in program.graph.nodes if n.target is torch.ops.attnbench.attention.default)
     return list(node.args)
 
@@ -236,7 +236,7 @@ def test_an_export_of_fixed_shapes_contains_the_chosen_plan(tmp_path):
     x = tensors()
     with use_backend("emulated:fp8"):
         program = torch.export.export(Module(), x)
-    assert "emulated:fp8" in called(program)
+    assert "emulated:fp8" in call_targets(program)
     expected = attention(*x, is_causal=True, backend="emulated:fp8")
     assert torch.equal(program.module()(*x), expected)
     torch.export.save(program, tmp_path / "program.pt2")
@@ -249,7 +249,7 @@ def test_an_export_of_dynamic_shapes_chooses_at_run_time(strict):
     length = torch.export.Dim("length", min=2, max=4096)
     shapes = ({2: length}, None, None)
     program = torch.export.export(Module(), (q, k, v), dynamic_shapes=shapes, strict=strict)
-    assert "auto" in called(program)
+    assert "auto" in call_targets(program)
     for sq in (5, 40):
         longer = tensors(sq=sq)[0]
         assert torch.equal(program.module()(longer, k, v), attention(longer, k, v, is_causal=True))

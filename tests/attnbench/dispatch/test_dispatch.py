@@ -18,7 +18,7 @@ from attnbench.state import Cache
 
 
 @pytest.fixture
-def ran(monkeypatch) -> list[tuple[str, object]]:
+def passes_run(monkeypatch) -> list[tuple[str, object]]:
     """(forward kernel, spec) of every pass that ran."""
     seen: list[tuple[str, object]] = []
     original = Execution.answer
@@ -49,7 +49,7 @@ CALLS = {
 }
 
 
-def test_every_argument_is_part_of_the_key(ran):
+def test_every_argument_is_part_of_the_key(passes_run):
     """Each call twice, in two orders, so that a forgotten part of the key would answer one with another's choice."""
     q, k, v = tensors()
     grads = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -66,26 +66,26 @@ def test_every_argument_is_part_of_the_key(ran):
     for x, arguments in [*calls, *reversed(calls)]:
         choice = explain(*x, **{"backend": "reference", **arguments})
         attention(*x, **{"backend": "reference", **arguments})
-        assert ran.pop() == (choice.plan.forward, choice.spec)
+        assert passes_run.pop() == (choice.plan.forward, choice.spec)
     with torch.no_grad():
         attention(q, grads[1], v, backend="reference")
-    assert ran.pop()[1] == explain(q, k, v).spec
+    assert passes_run.pop()[1] == explain(q, k, v).spec
 
 
-def test_layouts_and_grouping_are_part_of_the_key(ran):
+def test_layouts_and_grouping_are_part_of_the_key(passes_run):
     x = torch.randn(2, 4, 4, 16)
     attention(x, x, x)
     attention(x[:, :, :2], x, x)
     attention(x[:, :2], x[:, :2], x[:, :2])
     attention(x[:, :2], x[:, :2], x[:, :2], layout="bshd")
-    sizes = [(spec.heads, spec.seqlen_q, spec.seqlen_kv) for _, spec in ran]
+    sizes = [(spec.heads, spec.seqlen_q, spec.seqlen_kv) for _, spec in passes_run]
     assert sizes == [(4, 4, 4), (4, 2, 4), (2, 4, 4), (4, 2, 2)]
     attention(x, x[:, :2], x[:, :2])
     with pytest.raises(ValueError, match="enable_gqa"):
         attention(x, x[:, :2], x[:, :2], enable_gqa=False)
 
 
-class Counting(TorchFunctionMode):
+class CountingMode(TorchFunctionMode):
     """Passes calls on, as a program's own mode may."""
 
     seen = 0
@@ -95,12 +95,12 @@ class Counting(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_a_cached_choice_is_not_used_after_the_state_changed(ran):
+def test_a_cached_choice_is_not_used_after_the_state_changed(passes_run):
     """The same tensors each time, while what surrounds them changes and changes back."""
     q, k, v = tensors(dtype=torch.float32)
     wanted, leaf = attention(q, k, v), q.detach()
     for turn in (1, 2):
-        ran.clear()
+        passes_run.clear()
         assert attention(leaf, k, v).grad_fn is None
         leaf.requires_grad_()
         assert attention(leaf, k, v).grad_fn is not None
@@ -113,12 +113,12 @@ def test_a_cached_choice_is_not_used_after_the_state_changed(ran):
             assert attention(leaf, k, v).dtype == torch.bfloat16
         with use_backend("emulated:fp8"):
             assert not torch.equal(attention(leaf, k, v), wanted)
-        with Counting():
+        with CountingMode():
             assert torch.equal(attention(leaf, k, v), wanted)
-        assert Counting.seen == turn
+        assert CountingMode.seen == turn
         lying_otherwise = (x.mT.contiguous().mT for x in (leaf, k, v))
         assert torch.allclose(attention(*lying_otherwise), wanted, atol=1e-6)
-        assert [spec.training for _, spec in ran] == [False, True] + 6 * [False]
+        assert [spec.training for _, spec in passes_run] == [False, True] + 6 * [False]
 
 
 def test_a_cache_is_bounded_and_keeps_no_entry_from_before_it_was_cleared():
@@ -128,11 +128,11 @@ def test_a_cache_is_bounded_and_keeps_no_entry_from_before_it_was_cleared():
     assert list(kept.entries.values()) == [2, 3, 4]
     assert kept.of(4, lambda: 40) == 4
 
-    def slowly() -> int:
+    def slow_choose() -> int:
         kept.forget()
         return 9
 
-    assert kept.of(9, slowly) == 9
+    assert kept.of(9, slow_choose) == 9
     assert not kept.entries
 
 
@@ -163,7 +163,7 @@ def test_eight_threads_each_get_their_own_choice():
     assert not wrong
 
 
-def test_a_context_applies_to_checkpoint_recomputation(ran):
+def test_a_context_applies_to_checkpoint_recomputation(passes_run):
     """The backward runs outside of the block, on a GPU in another thread: checkpoint's context_fn brings it there."""
     x = [each.requires_grad_() for each in tensors()]
 
@@ -173,7 +173,7 @@ def test_a_context_applies_to_checkpoint_recomputation(ran):
     with use_backend("emulated:fp8"):
         out = checkpoint(attention, *x, use_reentrant=False, context_fn=contexts)
     out.sum().backward()
-    assert [plan for plan, _ in ran] == ["emulated:fp8", "emulated:fp8"]
+    assert [plan for plan, _ in passes_run] == ["emulated:fp8", "emulated:fp8"]
 
 
 def test_a_choice_by_rule_warns_only_at_the_first_call_of_a_question(monkeypatch):

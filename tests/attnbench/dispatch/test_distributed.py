@@ -10,7 +10,7 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="to
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> Path:
+def gradients_folder(tmp_path_factory) -> Path:
     """Where the ranks have left their gradients."""
     folder = tmp_path_factory.mktemp("ranks")
     ranks.run_ranks(ranks.__file__, [[str(rank), str(folder)] for rank in range(ranks.RANKS)], folder)
@@ -18,8 +18,8 @@ def trained(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("kind", ranks.KINDS)
-def test_two_ranks_find_the_gradients_of_one(kind, trained):
-    found = torch.load(trained / f"{kind}.pt")
+def test_two_ranks_find_the_gradients_of_one(kind, gradients_folder):
+    found = torch.load(gradients_folder / f"{kind}.pt")
     alone = [ranks.gradients(ranks.model(), x) for x in ranks.batches()]
     assert found.keys() == alone[0].keys()
     for name, gradient in found.items():

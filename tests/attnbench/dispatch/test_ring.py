@@ -26,7 +26,7 @@ LARGEST = {"fp32": 1e-6, "bf16": 5e-3, "e4m3": 0.08, "mixed": 0.07, "rows first"
 SENT = {"fp32": "fp32", "bf16": "bf16", "e4m3": "e4m3", "mixed": "e4m3", "rows first": "fp32"}
 
 
-def found_by(size, folder, *thorough):
+def results_of(size, folder, *thorough):
     command = [sys.executable, ring_ranks.__file__, str(size), str(folder), *thorough]
     done = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": SUPPORT, "XDG_CACHE_HOME": str(folder), "OMP_NUM_THREADS": "1"},
@@ -45,13 +45,13 @@ def found_by(size, folder, *thorough):
     ],
     ids=str,
 )
-def found(request, tmp_path_factory):
+def ring_results(request, tmp_path_factory):
     """What each rank found, by name."""
-    return found_by(request.param[0], tmp_path_factory.mktemp("ring"), *request.param[1:])
+    return results_of(request.param[0], tmp_path_factory.mktemp("ring"), *request.param[1:])
 
 
-def test_sharded_results_agree_with_exact_attention_of_the_whole_sequence(found):
-    for own in found:
+def test_sharded_results_agree_with_exact_attention_of_the_whole_sequence(ring_results):
+    for own in ring_results:
         for name, largest in LARGEST.items():
             for each in (own[name], own.get(f"{name} whole", own[name])):
                 assert max(each[tensor] for tensor in ring_ranks.TENSORS) < largest, (name, each)
@@ -61,8 +61,8 @@ def test_sharded_results_agree_with_exact_attention_of_the_whole_sequence(found)
         assert max(rotated[tensor] for tensor in ring_ranks.TENSORS) < LARGEST["e4m3"]
 
 
-def test_ranks_with_different_arguments_get_an_error(found):
-    for own in found:
+def test_ranks_with_different_arguments_get_an_error(ring_results):
+    for own in ring_results:
         assert "s8 d16" in own["unequal lengths"]
         assert "s10 d16" in own["unequal lengths"]
         assert own["unequal lengths"].startswith("PeerError: ranks that share sequences must ask the same")
@@ -70,27 +70,27 @@ def test_ranks_with_different_arguments_get_an_error(found):
         assert "s12 d16" in own["late"]
         assert "sdpa-flash:fp32" in own["another plan"]
         assert "reference:fp32" in own["another plan"]
-    assert found[-1]["one refuses"].startswith("RefusedError: fa3")
-    assert "rank 1: cannot: fa3" in found[0]["one refuses"]
+    assert ring_results[-1]["one refuses"].startswith("RefusedError: fa3")
+    assert "rank 1: cannot: fa3" in ring_results[0]["one refuses"]
 
 
-def test_a_rank_that_crashed_is_an_error_not_a_hang(found):
-    for said in found[0]["crashed"]:
-        assert said.startswith(f"PeerError: rank 0 of {len(found)} had no answer from another rank")
+def test_a_rank_that_crashed_is_an_error_not_a_hang(ring_results):
+    for said in ring_results[0]["crashed"]:
+        assert said.startswith(f"PeerError: rank 0 of {len(ring_results)} had no answer from another rank")
 
 
-def test_calls_that_no_ring_serves_are_refused(found):
-    for own in found:
+def test_calls_that_no_ring_serves_are_refused(ring_results):
+    for own in ring_results:
         assert own["window"].startswith("InputError: windows, sinks and descales are not served")
         assert own["odd"].startswith("InputError: a rank holds two equal pieces")
         assert own["explain"].startswith("InputError: over several ranks each step has a plan")
         assert own["choices"] == dict.fromkeys(PARTS, "sdpa-flash:fp32")
-    assert found[0]["outside"].startswith("InputError: this process is no rank")
-    assert found[-1]["alone"] == 0.0
+    assert ring_results[0]["outside"].startswith("InputError: this process is no rank")
+    assert ring_results[-1]["alone"] == 0.0
 
 
-def test_buffers_are_sharded_as_torch_does(found):
-    seen = [own["buffers"] for own in found]
+def test_buffers_are_sharded_as_torch_does(ring_results):
+    seen = [own["buffers"] for own in ring_results]
     assert sorted(token for each in seen for token in each["inside"]) == list(range(16))
     assert seen[0]["inside"] == [*range(16 // (2 * len(seen))), *range(16 - 16 // (2 * len(seen)), 16)]
     for each in seen:
@@ -100,8 +100,8 @@ def test_buffers_are_sharded_as_torch_does(found):
             assert said.startswith("InputError"), (what, said)
 
 
-def test_fsdp_and_checkpointing_train_on_the_ring(found):
-    for own in found:
+def test_fsdp_and_checkpointing_train_on_the_ring(ring_results):
+    for own in ring_results:
         assert own["composed"] < 1e-5
         assert own.get("composed, compiled", 0.0) < 1e-5
 
@@ -122,23 +122,23 @@ def test_plans_can_be_explained_without_running_ranks():
         explain(q, q, q)
 
 
-def test_calls_of_torchs_sdpa_attend_over_the_ranks(found):
-    for own in found:
+def test_calls_of_torchs_sdpa_attend_over_the_ranks(ring_results):
+    for own in ring_results:
         assert own["through sdpa"]["served"] == 1
         assert own["through sdpa"]["error"] < 1e-6
 
 
-def test_a_training_of_shared_samples_has_the_losses_of_one_rank(found):
-    for losses in (own["losses"] for own in found if "losses" in own):
+def test_a_training_of_shared_samples_has_the_losses_of_one_rank(ring_results):
+    for losses in (own["losses"] for own in ring_results if "losses" in own):
         assert losses["shared"] == pytest.approx(losses["alone"], rel=1e-5)
-    for said in (own["torch's ring"] for own in found if "torch's ring" in own):
+    for said in (own["torch's ring"] for own in ring_results if "torch's ring" in own):
         assert "_scaled_dot_product_flash_attention_for_cpu" in said
 
 
-def test_models_of_transformers_share_tokens_and_positions(found):
-    for each in (own["llama"] for own in found if "llama" in own):
+def test_models_of_transformers_share_tokens_and_positions(ring_results):
+    for each in (own["llama"] for own in ring_results if "llama" in own):
         assert each["error"] < 1e-5
-    said = found[0].get("llama", {"split": "InputError: sequences of unequal length"})["split"]
+    said = ring_results[0].get("llama", {"split": "InputError: sequences of unequal length"})["split"]
     assert said.startswith("InputError: sequences of unequal length")
 
 
@@ -177,7 +177,7 @@ def test_every_sent_gradient_is_returned():
     assert awaited == sent
 
 
-def launched(*command, folder):
+def torchrun_output(*command, folder):
     """What two ranks of torchrun print."""
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *map(str, command)],
@@ -192,7 +192,7 @@ def launched(*command, folder):
 def test_the_documented_example_runs(tmp_path):
     page = (ROOT / "docs" / "how-to/context-parallel.md").read_text(encoding="utf-8")
     (tmp_path / "shared.py").write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
-    said = launched("shared.py", folder=tmp_path)
+    said = torchrun_output("shared.py", folder=tmp_path)
     assert said.count("torch.Size([1, 8, 128, 64]) Counter({'bf16': 1})") == 2
     errors = [float(each) for each in re.findall(r"tensor\((\d\.\d+)", said)]
     assert len(errors) == 2
@@ -202,7 +202,7 @@ def test_the_documented_example_runs(tmp_path):
 @pytest.mark.exhaustive
 def test_the_two_gpu_script_measures_and_reports_what_torch_cannot_do(tmp_path):
     small = "--lengths 64 --heads 4 --kv-heads 2 --head-dim 32 --fp8 emulated:fp8 --repeat 1 --out ring.json"
-    said = launched(RESULTS / "ring.py", *small.split(), folder=tmp_path)
+    said = torchrun_output(RESULTS / "ring.py", *small.split(), folder=tmp_path)
     found = json.loads((tmp_path / "ring.json").read_text())
     rows = {row["what"]: row for row in found["rows"]}
     assert [rows[name]["sent"] for name in ("bf16, ring", "fp8, ring")] == [["bf16"], ["e4m3"]]

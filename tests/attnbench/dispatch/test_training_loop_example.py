@@ -49,14 +49,14 @@ def choices(path):
 
 
 @pytest.fixture(scope="module")
-def narrow(tmp_path_factory):
+def fp8_run(tmp_path_factory):
     """The losses of a run with FP8 attention, and the file of its choices."""
     path = tmp_path_factory.mktemp("run") / "fp8.json"
     return losses(*FP8, "--choices", path), path
 
 
-def test_fp8_attention_learns_as_bf16_does(narrow, tmp_path):
-    found, path = narrow
+def test_fp8_attention_learns_as_bf16_does(fp8_run, tmp_path):
+    found, path = fp8_run
     wide = losses("--attention", "bf16", "--choices", tmp_path / "bf16.json", *SMALL)
     assert len(wide) == 3
     assert wide[0] > 1.3 * wide[-1]
@@ -67,13 +67,13 @@ def test_fp8_attention_learns_as_bf16_does(narrow, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_a_later_run_repeats_the_choices_of_the_file(narrow):
-    found, path = narrow
+def test_a_later_run_repeats_the_choices_of_the_file(fp8_run):
+    found, path = fp8_run
     assert losses(*FP8, "--choices", path, "--missing", "raise") == found
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 @pytest.mark.exhaustive
-def test_two_ranks_learn_like_one(narrow, tmp_path):
-    assert losses(*FP8, "--choices", tmp_path / "two.json", ranks=2) == pytest.approx(narrow[0], rel=0.02)
+def test_two_ranks_learn_like_one(fp8_run, tmp_path):
+    assert losses(*FP8, "--choices", tmp_path / "two.json", ranks=2) == pytest.approx(fp8_run[0], rel=0.02)
     assert len(choices(tmp_path / "two.json")) == 1

@@ -43,24 +43,24 @@ def test_each_sequence_has_the_result_that_it_has_alone(batch: Documents, layout
     """Padding holds NaN, which nothing reads."""
     layout = "thd" if batch.padding is None else layout
 
-    def laid_out(x: Tensor) -> Tensor:
+    def arguments_of(x: Tensor) -> Tensor:
         return x[0].transpose(0, 1) if layout == "thd" else x.transpose(1, 2) if layout == "bshd" else x
 
-    def back(x: Tensor) -> Tensor:
+    def to_sequences(x: Tensor) -> Tensor:
         return x.transpose(0, 1)[None] if layout == "thd" else x.transpose(1, 2) if layout == "bshd" else x
 
     parts = [[x.double() for x in each] for each in batch.parts()]
-    (*inputs, do), lengths, _ = batch.together(parts)
-    q, k, v = (laid_out(x).requires_grad_() for x in inputs)
+    (*inputs, do), lengths, _ = batch.batched(parts)
+    q, k, v = (arguments_of(x).requires_grad_() for x in inputs)
     if layout == "thd":
         named: dict[str, Any] = {"cu_seqlens_q": lengths.q, "cu_seqlens_kv": lengths.kv}
     else:
         named = {"q_lengths": lengths.q, "kv_lengths": lengths.kv, "padding_side": batch.padding}
     named |= {"window": (batch.mask.left, batch.mask.right), "causal_alignment": batch.mask.alignment}
     out, lse = attention(q, k, v, layout=layout, softcap=batch.softcap, return_lse=True, **named)
-    gradients = torch.autograd.grad(out, (q, k, v), laid_out(do))
-    whole = back(out), lse[None] if layout == "thd" else lse, *map(back, gradients)
-    for (queries, keys), given_, found in zip(batch.lengths, parts, batch.apart(whole), strict=True):
+    gradients = torch.autograd.grad(out, (q, k, v), arguments_of(do))
+    whole = to_sequences(out), lse[None] if layout == "thd" else lse, *map(to_sequences, gradients)
+    for (queries, keys), given_, found in zip(batch.lengths, parts, batch.split(whole), strict=True):
         for one, other in zip(found, exact(batch.make(queries, keys), *given_), strict=True):
             hidden = other == -torch.inf
             assert torch.equal(one == -torch.inf, hidden)

@@ -38,7 +38,7 @@ BREACH = Breach(Plan("reference:fp32"), SPEC, "cpu", "out", 0.5, 0.1, 1e9, 0, 1)
 
 
 @contextmanager
-def full_after(size: int):
+def limit_file_size(size: int):
     """A disk with room for so many bytes in one file."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
@@ -182,20 +182,20 @@ WRITERS = {
 @pytest.mark.parametrize("name", WRITERS)
 def test_every_writer_keeps_the_old_file_on_a_full_disk(tmp_path, name):
     path = tmp_path / name
-    with full_after(100), pytest.raises(OutputError, match="cannot be written"):
+    with limit_file_size(100), pytest.raises(OutputError, match="cannot be written"):
         WRITERS[name](path)
     assert os.listdir(tmp_path) == []
     WRITERS[name](path)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     assert path.name in before
-    with full_after(100), pytest.raises(OutputError, match="cannot be written"):
+    with limit_file_size(100), pytest.raises(OutputError, match="cannot be written"):
         WRITERS[name](path)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
 def test_tensors_saved_for_a_breach_are_complete_or_absent(tmp_path):
     tensors = {name: torch.zeros(1, 2, 64, 32) for name in "qkv"}
-    with full_after(100), pytest.raises(OutputError, match="cannot be written"):
+    with limit_file_size(100), pytest.raises(OutputError, match="cannot be written"):
         save_tensors(tmp_path, BREACH, tensors)
     assert os.listdir(tmp_path) == []
     assert [save_tensors(tmp_path, BREACH, tensors).name] == os.listdir(tmp_path)
@@ -221,7 +221,7 @@ def test_only_the_listed_modules_write_files():
 def test_a_report_on_a_full_disk_keeps_the_old_page(tmp_path):
     results, page = part(tmp_path / "results", ROWS), tmp_path / "page.html"
     page.write_text("the page of yesterday")
-    with full_after(2000):
+    with limit_file_size(2000):
         run = attnbench("report", results, "-o", page)
     assert (run.returncode, run.stderr) == (1, f"attnbench: {page} cannot be written: File too large\n")
     assert page.read_text() == "the page of yesterday"

@@ -16,7 +16,7 @@ from attnbench.kernels.execution import Execution
 
 
 @pytest.fixture
-def ran(monkeypatch) -> list[str]:
+def forward_plans(monkeypatch) -> list[str]:
     """The plan of every forward that ran."""
     seen: list[str] = []
     original = Execution.answer
@@ -64,13 +64,13 @@ def test_the_command_line_explains_a_frozen_file(path, capsys):
         app([*asked, "65"], standalone_mode=False)
 
 
-def test_compiled_programs_follow_the_file(path, ran):
+def test_compiled_programs_follow_the_file(path, forward_plans):
     torch._dynamo.reset()
     x = tensors(grad=True)
     function = torch.compile(lambda *x: attention(*x, is_causal=True), fullgraph=True, backend="aot_eager")
     other = freeze_other(path, {"is_causal": True}, x=x)
     expected = function(*x)
-    usual = ran.pop()
+    usual = forward_plans.pop()
     with freeze(path, missing="raise"):
         found = function(*x)
         grads = torch.autograd.grad(found.sum(), x)
@@ -79,15 +79,15 @@ def test_compiled_programs_follow_the_file(path, ran):
         assert all(map(torch.equal, grads, torch.autograd.grad(eager.sum(), x)))
         late = function(*x)
         (grad,) = torch.autograd.grad(function(*x).sum(), x[:1])
-    assert {*ran} == {other}
+    assert {*forward_plans} == {other}
     assert torch.equal(torch.autograd.grad(late.sum(), x)[0], grad)  # a backward follows its forward
-    ran.clear()
+    forward_plans.clear()
     assert torch.equal(function(*x), expected)
-    assert ran == [usual]
+    assert forward_plans == [usual]
     torch._dynamo.reset()
 
 
-def test_an_export_of_dynamic_shapes_uses_the_open_file(path, ran):
+def test_an_export_of_dynamic_shapes_uses_the_open_file(path, forward_plans):
     class Module(torch.nn.Module):
         def forward(self, q, k, v):
             return attention(q, k, v)
@@ -98,11 +98,11 @@ def test_an_export_of_dynamic_shapes_uses_the_open_file(path, ran):
     other = freeze_other(path, {})
     for expected, context in (("sdpa-flash:bf16", contextlib.nullcontext()), (other, freeze(path)),
                               ("sdpa-flash:bf16", contextlib.nullcontext())):  # fmt: skip
-        ran.clear()
+        forward_plans.clear()
         with context:
             program(q, k, v)
             program(q, k, v)
-        assert ran == [expected] * 2
+        assert forward_plans == [expected] * 2
 
 
 def test_only_one_freeze_is_open_and_it_ends_with_its_block(path, tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from attnbench.choosing.demotion import demotions
 
 
 @pytest.fixture
-def planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Planted, PlantedBackward]]:
+def planted_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Planted, PlantedBackward]]:
     """A forward and a backward that auto runs; afterwards nothing of them is left."""
     with monkeypatch.context() as patch:
         yield plant(patch)

@@ -45,8 +45,8 @@ def test_a_correct_plan_causes_no_breach(case):
     assert watch.checks == 31
 
 
-def test_a_drift_is_found_when_it_begins(planted):
-    forward, _ = planted
+def test_a_drift_is_found_when_it_begins(planted_kernels):
+    forward, _ = planted_kernels
     x = tensors()
     with guard(every=1) as watch:
         forward.change = noise(0.9 * BOUND)
@@ -64,8 +64,8 @@ def test_a_drift_is_found_when_it_begins(planted):
 
 @pytest.mark.parametrize("name", ["dq", "dk", "dv"])
 @pytest.mark.parametrize("where", ["everywhere", "one head"])
-def test_wrong_gradients_are_found_and_named(planted, name, where):
-    _, backward = planted
+def test_wrong_gradients_are_found_and_named(planted_kernels, name, where):
+    _, backward = planted_kernels
     backward.changes[name] = noise(2 * BOUND) if where == "everywhere" else in_one_head(lambda x: x * 1.3)
     x = tensors(grad=True)
     with guard(every=1) as watch:
@@ -95,8 +95,8 @@ def test_the_first_call_of_each_plan_and_spec_and_every_nth_after_it_are_checked
                     assert watch.checks - before == (2 if (number - 1) % every == 0 else 0), number
 
 
-def test_each_plan_warns_once_and_each_breach_is_logged(planted, caplog):
-    forward, _ = planted
+def test_each_plan_warns_once_and_each_breach_is_logged(planted_kernels, caplog):
+    forward, _ = planted_kernels
     forward.change = noise(1.0)
     with warnings.catch_warnings(record=True) as warned, guard(every=1) as watch:
         warnings.simplefilter("always")
@@ -114,8 +114,8 @@ def test_each_plan_warns_once_and_each_breach_is_logged(planted, caplog):
         assert json.loads(json.dumps(line.breach, allow_nan=False)) == breach.to_dict()
 
 
-def test_on_breach_raise_raises_at_the_checked_call(planted):
-    forward, backward = planted
+def test_on_breach_raise_raises_at_the_checked_call(planted_kernels):
+    forward, backward = planted_kernels
     x = tensors(grad=True)
     with guard(every=1, on_breach="raise"):
         step(x)
@@ -129,8 +129,8 @@ def test_on_breach_raise_raises_at_the_checked_call(planted):
             attention(*x)
 
 
-def test_demotion_changes_the_choice_and_explain_says_why(planted):
-    forward, _ = planted
+def test_demotion_changes_the_choice_and_explain_says_why(planted_kernels):
+    forward, _ = planted_kernels
     x = tensors()
     assert str(explain(*x).plan) == NAME
     compiled = torch.compile(lambda *x: attention(*x), fullgraph=True, backend="aot_eager")
@@ -159,7 +159,7 @@ def test_demotion_changes_the_choice_and_explain_says_why(planted):
     assert str(explain(*x).plan) == NAME
 
 
-def test_a_demoted_fp8_plan_is_inaccurate_only_where_fp8_was_requested(planted):
+def test_a_demoted_fp8_plan_is_inaccurate_only_where_fp8_was_requested(planted_kernels):
     x = tensors()
     demote(Plan("emulated:fp8"), explain(*x).spec, "demoted")
     for arguments, verdict in (({}, "not asked for"), ({"dtype": "fp8"}, "inaccurate")):
@@ -168,8 +168,8 @@ def test_a_demoted_fp8_plan_is_inaccurate_only_where_fp8_was_requested(planted):
 
 
 @pytest.mark.parametrize("name", ["out", "dq"])
-def test_saved_tensors_reproduce_the_error(planted, tmp_path, name):
-    forward, backward = planted
+def test_saved_tensors_reproduce_the_error(planted_kernels, tmp_path, name):
+    forward, backward = planted_kernels
     change = in_one_head(lambda x: x * 0)
     if name == "out":
         forward.change = change
@@ -202,8 +202,8 @@ def test_saved_tensors_reproduce_the_error(planted, tmp_path, name):
     assert is_close(found.error, error, 0.6)
 
 
-def test_fp8_inputs_are_saved_with_their_scales(planted, tmp_path):
-    forward, _ = planted
+def test_fp8_inputs_are_saved_with_their_scales(planted_kernels, tmp_path):
+    forward, _ = planted_kernels
     forward.change = noise(1.0)
     parts = [quantise(x, Recipe("head")) for x in tensors()]
     names = {f"{n}_descale": x.descale[..., 0, 0] for n, x in zip("qkv", parts, strict=True)}

@@ -133,7 +133,7 @@ def test_rows_and_keys_are_sampled_uniformly():
         assert all(0.8 < share < 1.2 for share in shares)
 
 
-class Seen(TorchDispatchMode):
+class OperatorRecorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
@@ -145,7 +145,7 @@ class Seen(TorchDispatchMode):
 
 def test_modes_and_autocast_do_not_affect_the_check():
     x = torch.randn(4, 4, requires_grad=True)
-    with Seen() as seen, torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
+    with OperatorRecorder() as seen, torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
         with aside(x.device):
             y = x @ x
             made = torch.zeros(3)
@@ -160,7 +160,7 @@ def test_modes_and_autocast_do_not_affect_the_check():
                  padding=st.sampled_from([None, "left", "right"])))  # fmt: skip
 def test_checked_rows_of_unequal_lengths_agree_with_each_sequence_alone(batch: Documents) -> None:
     """Padding holds NaN; every head and row of each tensor is as dense attention of its own sequence has it."""
-    (q, k, v, do), lengths, spec = batch.together(batch.parts())
+    (q, k, v, do), lengths, spec = batch.batched(batch.parts())
     own = list(lengths.sequences(spec, q, k))
     out, dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float64) for x in (do, q, k, v))
     for each in own:

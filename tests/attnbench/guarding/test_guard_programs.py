@@ -20,8 +20,8 @@ from attnbench.kernels.guard_hook import watching
 pytestmark = pytest.mark.filterwarnings("ignore::attnbench.errors.BreachWarning")
 
 
-def test_an_unwritable_folder_loses_only_the_saved_file(planted, tmp_path):
-    forward, _ = planted
+def test_an_unwritable_folder_loses_only_the_saved_file(planted_kernels, tmp_path):
+    forward, _ = planted_kernels
     forward.change = noise(1.0)
     (tmp_path / "file").write_text("in the way")
     with guard(every=1, save_to=tmp_path / "file") as watch:
@@ -31,8 +31,8 @@ def test_an_unwritable_folder_loses_only_the_saved_file(planted, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "state"), [("out", object()), ("dq", None), ("dk", object()), ("dv", None)])
-def test_compiled_programs_are_checked(planted, name, state):
-    forward, backward = planted
+def test_compiled_programs_are_checked(planted_kernels, name, state):
+    forward, backward = planted_kernels
     forward.state = state
     torch._dynamo.reset()
     compiled = torch.compile(lambda *x: attention(*x, is_causal=True), fullgraph=True, backend="aot_eager")
@@ -135,7 +135,7 @@ def test_the_inner_guard_is_active_and_guards_stop_in_any_order():
     assert watching.active is None
 
 
-class Late:
+class PendingEvent:
     """The event of a check that a GPU has not got to yet."""
 
     def query(self) -> bool:
@@ -145,18 +145,18 @@ class Late:
         self.waited = True
 
 
-def late(watch) -> guarding._Check:
+def add_pending_check(watch) -> guarding._Check:
     """A check of a call of the guard's first case, under way, that will be found infinite."""
     attention(*tensors())
     sums = Sums(torch.tensor([1.0, torch.nan, *[0.0] * 8, *[1.0] * 8], dtype=torch.float64), 1, 8, {"out": 0.0})
-    check = guarding._Check(next(iter(watch._cases.values())), 1, torch.device("cpu"), sums, Late(), {})
+    check = guarding._Check(next(iter(watch._cases.values())), 1, torch.device("cpu"), sums, PendingEvent(), {})
     watch._under_way.append(check)
     return check
 
 
 def test_pending_checks_are_awaited_only_at_the_end():
     watch = guard(every=2, on_breach="raise").start()
-    check = late(watch)
+    check = add_pending_check(watch)
     attention(*tensors())
     assert watch.checks == 1
     with pytest.raises(BreachError, match="not finite"):
@@ -170,7 +170,7 @@ def test_the_programs_own_exception_takes_precedence():
 
     def program() -> None:
         with watch:
-            late(watch)
+            add_pending_check(watch)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -179,8 +179,8 @@ def test_the_programs_own_exception_takes_precedence():
     assert watching.active is None
 
 
-def test_a_backward_after_the_guard_closed_is_not_checked(planted):
-    _, backward = planted
+def test_a_backward_after_the_guard_closed_is_not_checked(planted_kernels):
+    _, backward = planted_kernels
     backward.changes["dq"] = noise(1.0)
     x = tensors(grad=True)
     with guard(every=1, on_breach="raise") as watch:

@@ -13,22 +13,22 @@ HEADS = 8
 BOUND = 0.05
 
 
-def even(draw: random.Random) -> float:
+def even_errors(draw: random.Random) -> float:
     """Rows of 128 dimensions: all heads about alike."""
     return draw.gammavariate(200, 1 / 200)
 
 
-def uneven(draw: random.Random) -> float:
+def uneven_errors(draw: random.Random) -> float:
     """Some heads three times as wrong as others."""
-    return draw.choice((0.2, 0.6, 2.2)) * even(draw)
+    return draw.choice((0.2, 0.6, 2.2)) * even_errors(draw)
 
 
-def rare(draw: random.Random) -> float:
+def single_head_errors(draw: random.Random) -> float:
     """Nearly all of the error in one head of twenty."""
     return 19.05 if draw.random() < 0.05 else 0.05
 
 
-ROWS = {"even": even, "uneven": uneven, "rare": rare}
+ROWS = {"even": even_errors, "uneven": uneven_errors, "rare": single_head_errors}
 
 
 def checks(draw, rows, relative, count):
@@ -58,7 +58,7 @@ def test_a_plan_beyond_its_bound_is_found_soon_after_any_correct_period(rows, re
     found = []
     for seed in range(20):
         draw, detector = random.Random(seed), Detector(BOUND)
-        assert first_alarm(detector, checks(draw, even, 0.4, healthy)) is None
+        assert first_alarm(detector, checks(draw, even_errors, 0.4, healthy)) is None
         found.append(first_alarm(detector, checks(draw, ROWS[rows], relative, 200)) or 200)
     assert sorted(found)[15] <= within, found
 
@@ -90,7 +90,7 @@ def test_an_alarm_reports_an_error_above_the_bound(seed):
         small = draw.random() < 0.7
         sizes = [(0.01 if small else 10.0) * draw.gammavariate(4, 3.0) for _ in range(HEADS)]
         relative = (2.0 if small else 0.2) * BOUND
-        found = detector.add([uneven(draw) * relative**2 * size for size in sizes], sizes)
+        found = detector.add([uneven_errors(draw) * relative**2 * size for size in sizes], sizes)
         alarms += [] if found is None else [found.error]
     assert alarms
     assert min(alarms) > BOUND
@@ -105,4 +105,4 @@ def test_nonfinite_and_nonzero_errors_are_found_at_once_and_then_reset():
     assert detector.add([1e-30], [0.0]).error == math.inf
     assert detector.add([1.0], [1.0]).error == 1.0
     assert detector.add([4.0], [1.0]).error == 2.0  # of the checks since the last alarm
-    assert first_alarm(detector, checks(random.Random(3), even, 1.0, 1000)) is None
+    assert first_alarm(detector, checks(random.Random(3), even_errors, 1.0, 1000)) is None

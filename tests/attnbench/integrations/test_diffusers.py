@@ -27,11 +27,11 @@ def tensor(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def ask(*args, **named):
+def attend(*args, **named):
     return dispatch.dispatch_attention_fn(*args, backend="attnbench", **named)
 
 
-def native(*args, **named):
+def call_native(*args, **named):
     return dispatch.dispatch_attention_fn(*args, backend="native", **named)
 
 
@@ -98,15 +98,15 @@ def test_unsupported_calls_are_refused_unless_a_fallback_was_requested():
         "context parallelism and return_lse are not served": {"attention_kwargs": {"return_lse": True}},
     }.items():
         with pytest.raises(InputError, match=said):
-            ask(q, q, q, **named)
+            attend(q, q, q, **named)
     assert calls.served == 0
     calls = register(backend="emulated", dtype="fp8", otherwise="native")
     with pytest.warns(AttnbenchWarning, match="blocks; such calls are handed on to native"):
-        assert torch.equal(ask(q, q, q, padding), native(q, q, q, padding))
-    assert not torch.equal(ask(q, q, q), native(q, q, q))
+        assert torch.equal(attend(q, q, q, padding), call_native(q, q, q, padding))
+    assert not torch.equal(attend(q, q, q), call_native(q, q, q))
     assert (calls.served, calls.handed_on.total()) == (1, 1)
     with pytest.raises(InputError, match="context parallelism"):
-        ask(q, q, q, parallel_config=object())
+        attend(q, q, q, parallel_config=object())
 
 
 def masks_of_padding():
@@ -131,13 +131,13 @@ def test_padding_masks_become_packed_calls(name):
     calls = register(backend="reference")
     x = [tensor(2, 7, heads, 8, seed=heads).requires_grad_() for heads in (4, 2, 2)]
     found, wanted = [], []
-    for answers, function in ((found, ask), (wanted, native)):
+    for answers, function in ((found, attend), (wanted, call_native)):
         out = function(*x, mask, enable_gqa=True)
         answers += [out, *torch.autograd.grad(out.square().sum(), x)]
     assert calls.served == 1
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-    assert torch.equal(ask(*x, mask.clone(), enable_gqa=True), found[0])
+    assert torch.equal(attend(*x, mask.clone(), enable_gqa=True), found[0])
 
 
 def test_invalid_registrations_are_refused(monkeypatch):

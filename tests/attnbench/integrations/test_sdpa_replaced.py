@@ -23,12 +23,12 @@ def tensor(*shape, seed=0, **options):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).requires_grad_(**options)
 
 
-def is_torchs(out, q):
+def equals_torch(out, q):
     return torch.equal(out, F.scaled_dot_product_attention(q, q, q))
 
 
 @st.composite
-def a_call(draw):
+def sdpa_calls(draw):
     """Shapes of two to five axes, a mask in each of its spellings, and whether it can be served."""
     axes = draw(st.integers(2, 5))
     group, kv_heads = draw(st.sampled_from([(1, 1), (1, 2), (2, 2)])) if axes > 2 else (1, 1)
@@ -61,7 +61,7 @@ def a_call(draw):
     return (q, k, v), named, servable
 
 
-@given(a_call())
+@given(sdpa_calls())
 def test_outputs_and_gradients_agree_with_torch(call):
     shapes, named, servable = call
     inputs = [tensor(*shape, seed=seed) for seed, shape in enumerate(shapes)]
@@ -88,14 +88,14 @@ def test_fp8_needs_opting_in_and_ends_with_the_block():
         out = torch.nn.functional.scaled_dot_product_attention(query=q, key=q, value=q)
         assert 1e-3 < error(out, exact) < 0.12
         assert calls.served == 1
-    assert is_torchs(F.scaled_dot_product_attention(q, q, q), q)
+    assert equals_torch(F.scaled_dot_product_attention(q, q, q), q)
     with replaced():
         assert error(F.scaled_dot_product_attention(q, q, q), exact) < 1e-6
         with use_backend(**FP8):
             assert torch.equal(F.scaled_dot_product_attention(q, q, q), out)
     with pytest.raises(ZeroDivisionError), replaced(**FP8):
         _ = 1 / 0
-    assert is_torchs(F.scaled_dot_product_attention(q, q, q), q)
+    assert equals_torch(F.scaled_dot_product_attention(q, q, q), q)
 
 
 def test_other_threads_are_not_affected():
@@ -105,7 +105,7 @@ def test_other_threads_are_not_affected():
         other.start()
         other.join()
     assert calls.served == 0
-    assert is_torchs(outs[0], q)
+    assert equals_torch(outs[0], q)
 
 
 def test_the_innermost_nested_block_is_active():
@@ -192,7 +192,7 @@ def test_calls_that_attention_refuses_are_refused_or_fall_back():
         warnings.simplefilter("always")
         with replaced("sdpa-cudnn", otherwise="torch") as calls:
             outs = [F.scaled_dot_product_attention(q, q, q) for _ in range(2)]
-    assert all(is_torchs(out, q) for out in outs)
+    assert all(equals_torch(out, q) for out in outs)
     assert [str(each.message)[:67] for each in said] == [
         "scaled_dot_product_attention: attention raises RefusedError: sdpa-c"
     ]
@@ -234,26 +234,26 @@ def layer(q):
     return F.scaled_dot_product_attention(x, x, x, is_causal=True).sin()
 
 
-def plain(q):
+def two_layers(q):
     return layer(q) + layer(q)
 
 
-def reentrant(q):
-    return checkpoint(plain, q, use_reentrant=True)
+def reentrant_checkpoint(q):
+    return checkpoint(two_layers, q, use_reentrant=True)
 
 
-def without(q):
-    return checkpoint(plain, q, use_reentrant=False)
+def non_reentrant_checkpoint(q):
+    return checkpoint(two_layers, q, use_reentrant=False)
 
 
-def nested(q):
+def nested_checkpoints(q):
     return checkpoint(
         lambda q: checkpoint(layer, q, use_reentrant=False) + checkpoint(layer, q, use_reentrant=False), q,
         use_reentrant=False,
     )  # fmt: skip
 
 
-class Own(torch.autograd.Function):
+class CustomCheckpoint(torch.autograd.Function):
     """A checkpoint as DeepSpeed and Megatron have their own."""
 
     @staticmethod
@@ -273,12 +273,12 @@ class Own(torch.autograd.Function):
         return None, q.grad
 
 
-def own(q):
-    return Own.apply(plain, q)
+def custom_checkpoint(q):
+    return CustomCheckpoint.apply(two_layers, q)
 
 
 @pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("how", [reentrant, without, nested, own])
+@pytest.mark.parametrize("how", [reentrant_checkpoint, non_reentrant_checkpoint, nested_checkpoints, custom_checkpoint])
 def test_checkpointing_changes_no_outputs_or_gradients(how, inside):
     q = tensor(1, 2, 32, 16)
 
@@ -292,7 +292,7 @@ def test_checkpointing_changes_no_outputs_or_gradients(how, inside):
         gradient, q.grad = q.grad, None
         return out.detach(), gradient, calls.served
 
-    wanted, found = step(plain), step(how)
+    wanted, found = step(two_layers), step(how)
     assert torch.equal(found[0], wanted[0])
     assert torch.equal(found[1], wanted[1])
     assert wanted[2] == 2
@@ -302,11 +302,11 @@ def test_checkpointing_changes_no_outputs_or_gradients(how, inside):
 def test_the_forwards_context_applies_in_the_backward():
     q = tensor(1, 2, 32, 16)
     with replaced(**FP8):
-        (wanted,) = torch.autograd.grad(plain(q).square().sum(), q)
+        (wanted,) = torch.autograd.grad(two_layers(q).square().sum(), q)
     with replaced(), use_backend(**FP8):
-        out = without(q)
+        out = non_reentrant_checkpoint(q)
     assert torch.equal(torch.autograd.grad(out.square().sum(), q)[0], wanted)
-    assert not torch.equal(torch.autograd.grad(without(q).square().sum(), q)[0], wanted)
+    assert not torch.equal(torch.autograd.grad(non_reentrant_checkpoint(q).square().sum(), q)[0], wanted)
 
 
 def test_an_autograd_function_that_may_recompute_differently_is_refused():

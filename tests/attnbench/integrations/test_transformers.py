@@ -202,7 +202,7 @@ def test_invalid_registrations_are_refused(monkeypatch):
         register()
 
 
-def told_tokens(mask, batch, seqlen_q, seqlen_kv):
+def expected_mask(mask, batch, seqlen_q, seqlen_kv):
     """(B, Sq, Skv), true where a key is seen by the sequences' places and the mask within each."""
     told, sequences = torch.zeros(batch, seqlen_q, seqlen_kv, dtype=torch.bool), mask.sequences
     queries = torch.arange(batch * seqlen_q) if sequences.queries is None else sequences.queries
@@ -210,7 +210,7 @@ def told_tokens(mask, batch, seqlen_q, seqlen_kv):
         (first_q, last_q), (first, last) = (x[number : number + 2] for x in (sequences.starts_q, sequences.starts_kv))
         assert last_q - first_q <= sequences.longest_q
         assert last - first <= sequences.longest_kv
-        shown = dense(Mask(mask.left, mask.right, "bottom-right"), int(last_q - first_q), int(last - first))
+        shown = dense_mask(Mask(mask.left, mask.right, "bottom-right"), int(last_q - first_q), int(last - first))
         for row, place in enumerate(queries[first_q:last_q].tolist()):
             assert place // seqlen_q == number
             keys = sequences.keys[first:last][shown[row]]
@@ -218,7 +218,7 @@ def told_tokens(mask, batch, seqlen_q, seqlen_kv):
     return told[:, None]
 
 
-def dense(mask, seqlen_q, seqlen_kv):
+def dense_mask(mask, seqlen_q, seqlen_kv):
     """(Sq, Skv), true where a key is seen, by the mask's own definition."""
     mask = mask or Mask()
     rows = [mask.span(row, seqlen_q, seqlen_kv) for row in range(seqlen_q)]
@@ -289,9 +289,9 @@ def test_the_mask_given_to_layers_equals_the_tensor_given_to_sdpa(
         assert padded
         assert torch.equal(mask.tensor(), tensor)  # for whoever takes it so
         rows = shown[:, None, kv_length - fresh :, None] if causal else torch.tensor(True)
-        assert torch.equal(told_tokens(mask, batch, fresh, kv_length), tensor & rows)
+        assert torch.equal(expected_mask(mask, batch, fresh, kv_length), tensor & rows)
         return
-    told = dense(mask, fresh, kv_length)[None, None].expand(batch, 1, -1, -1)
+    told = dense_mask(mask, fresh, kv_length)[None, None].expand(batch, 1, -1, -1)
     if padded:  # left as it is at the right alone, where no token sees it
         assert right
         assert causal

@@ -18,7 +18,7 @@ SPEC = AttentionSpec.make(batch=1, heads=2, seqlen_q=16, head_dim=16, direction=
 
 
 @pytest.fixture
-def differentiated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def plans_with_own_backward(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The plans whose own backward kernel ran."""
     seen: list[str] = []
     original = Execution.gradients
@@ -36,17 +36,17 @@ def step(forward: str, backward: str) -> tuple[torch.Tensor, ...]:
     return torch.autograd.grad(out.float().sum(), leaves)
 
 
-def test_torch_differentiates_only_plans_of_one_operator(differentiated: list[str]) -> None:
+def test_torch_differentiates_only_plans_of_one_operator(plans_with_own_backward: list[str]) -> None:
     step("sdpa-flash:bf16", "sdpa-flash:bf16")
-    assert differentiated == []
+    assert plans_with_own_backward == []
     step("sdpa-flash:bf16", "sdpa-math:bf16")
-    assert differentiated == ["sdpa-flash:bf16>sdpa-math:bf16"]
+    assert plans_with_own_backward == ["sdpa-flash:bf16>sdpa-math:bf16"]
 
 
-def test_plans_use_their_own_backward_under_autocast(differentiated: list[str]) -> None:
+def test_plans_use_their_own_backward_under_autocast(plans_with_own_backward: list[str]) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         step("sdpa-flash:bf16", "sdpa-flash:bf16")
-    assert differentiated == ["sdpa-flash:bf16>sdpa-flash:bf16"]
+    assert plans_with_own_backward == ["sdpa-flash:bf16>sdpa-flash:bf16"]
 
 
 @pytest.mark.parametrize("queries", [5, 16, 30])
@@ -93,7 +93,7 @@ def test_a_plan_binds_the_thread_before_each_pass(monkeypatch: pytest.MonkeyPatc
     """The backward's is autograd's own."""
     happened: list[object] = []
 
-    def noted(what: str) -> SimpleNamespace:
+    def recording_kernel(what: str) -> SimpleNamespace:
         return SimpleNamespace(
             prepare=lambda *given: happened.append(f"{what} prepares"),
             run=lambda *given: happened.append(f"{what} runs"),
@@ -101,7 +101,7 @@ def test_a_plan_binds_the_thread_before_each_pass(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(execution, "bind", happened.append)
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=8, head_dim=16, direction="training")
-    plan = execution.Execution(spec, noted("forward"), noted("backward"))  # type: ignore[arg-type]
+    plan = execution.Execution(spec, recording_kernel("forward"), recording_kernel("backward"))  # type: ignore[arg-type]
     on_gpu = SimpleNamespace(is_cuda=True, device=FIRST)
     plan.answer(Inputs(on_gpu, on_gpu, on_gpu))  # type: ignore[arg-type]
     plan.gradients(SimpleNamespace(), on_gpu)  # type: ignore[arg-type]

@@ -25,26 +25,26 @@ EXAMPLE = ROOT / "examples" / "attnbench-backend-example"
 LIST = ("backends", "--device", "cpu", "--format", "json")
 
 
-def look_again() -> None:
+def reload_backends() -> None:
     """Look for installed backends at the next question, as a new process does."""
     registry.cache_clear()
     forget()
 
 
 @pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
+def restore_backends() -> Iterator[None]:
     """The next test finds the backends that are installed without those of this one."""
     yield
-    look_again()
+    reload_backends()
 
 
-def by_name(listed: Run) -> dict[str, Any]:
+def backends_by_name(listed: Run) -> dict[str, Any]:
     """What ``attnbench backends`` says."""
     assert listed.returncode == 0, listed.stderr
     return {each["name"]: each for each in json.loads(listed.stdout)["backends"]}
 
 
-def plug_in(site: Path, name: str, module: str, source: str) -> None:
+def write_plug_in(site: Path, name: str, module: str, source: str) -> None:
     """A distribution as pip lays it down, with one module and one entry point."""
     (site / f"{module}.py").write_text(source)
     info = site / f"{module}-1.0.dist-info"
@@ -67,11 +67,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def installed(site: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def installed_example(site: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder, on the path of this process and of those that it starts."""
     monkeypatch.syspath_prepend(site)
     monkeypatch.setenv("PYTHONPATH", str(site))
-    look_again()
+    reload_backends()
     return site
 
 
@@ -91,7 +91,7 @@ def answers(backend: str, dtype: torch.dtype, tensors: list[Tensor], grad: Tenso
 )
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 def test_the_example_computes_attention_and_its_gradients(
-    installed: Path, precision: str, dtype: torch.dtype, q_len: int, kv_len: int, kv_heads: int, arguments: Any
+    installed_example: Path, precision: str, dtype: torch.dtype, q_len: int, kv_len: int, kv_heads: int, arguments: Any
 ) -> None:
     shapes = [(2, 4, q_len, 16), (2, kv_heads, kv_len, 16), (2, kv_heads, kv_len, 24)]
     tensors = [torch.randn(shape).to(dtype) for shape in shapes]
@@ -103,7 +103,7 @@ def test_the_example_computes_attention_and_its_gradients(
     assert 0 < max(errors) < registry().forward(name).declared_error
 
 
-def test_the_example_can_be_swept_like_any_backend(installed: Path, tmp_path: Path) -> None:
+def test_the_example_can_be_swept_like_any_backend(installed_example: Path, tmp_path: Path) -> None:
     (tmp_path / "one.yaml").write_text("- {batch: 1, heads: 2, seqlen_q: 32, head_dim: 16, direction: training}\n")
     sweep = ("sweep", "--dtype", "bf16", "--preset", tmp_path / "one.yaml", "--backends", "naive", "--device", "cpu")
     done = attnbench(*sweep, "--out", tmp_path / "out", "--format", "json")
@@ -128,10 +128,10 @@ def test_a_plug_in_that_cannot_be_imported_loses_only_its_own_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, (source, _) in BROKEN.items():
-        plug_in(tmp_path, name, f"{name}_plugin", source)
+        write_plug_in(tmp_path, name, f"{name}_plugin", source)
     monkeypatch.syspath_prepend(tmp_path)
-    look_again()
-    found, doctor = by_name(attnbench(*LIST)), attnbench("doctor")
+    reload_backends()
+    found, doctor = backends_by_name(attnbench(*LIST)), attnbench("doctor")
     for name, (_, reason) in BROKEN.items():
         assert not found[name]["available"]
         assert reason in found[name]["reason"]
@@ -142,9 +142,9 @@ def test_a_plug_in_that_cannot_be_imported_loses_only_its_own_row(
 
 def test_a_plug_in_with_a_duplicate_name_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = CONTRACT + "BACKEND = Backend('reference', 'not the real one', Availability, ())\n"
-    plug_in(tmp_path, "impostor", "impostor_plugin", source)
+    write_plug_in(tmp_path, "impostor", "impostor_plugin", source)
     monkeypatch.syspath_prepend(tmp_path)
-    look_again()
+    reload_backends()
     said = "two installed packages provide a backend named 'reference'"
     done, doctor = attnbench("backends"), attnbench("doctor")
     assert (done.returncode, done.stderr) == (1, f"attnbench: {said}; remove one\n")

@@ -14,7 +14,7 @@ from attnbench.errors import InputError, RefusedError
 from attnbench.problem.spec_text import short_fields
 
 
-def spelled_out(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+def exact_attention_with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
     """(out, lse) in FP64, with the sinks as a column of scores; 0 in a row that sees nothing and has no sink."""
     q, k, v, sinks = (x.double() for x in (q, k, v, sinks))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -56,7 +56,7 @@ def test_out_lse_and_gradients_agree_with_an_extra_score_column(batch, heads, qu
     except RefusedError:
         assert plan.startswith("sdpa")
         return
-    exact, exact_lse = spelled_out(*given, mask)
+    exact, exact_lse = exact_attention_with_sinks(*given, mask)
     assert close(out, exact)
     assert close(lse, exact_lse)
     grad = torch.randn(out.shape, generator=random)
@@ -65,25 +65,25 @@ def test_out_lse_and_gradients_agree_with_an_extra_score_column(batch, heads, qu
         assert close(x, torch.nan_to_num(y.double()))  # autograd's own, of a sink of minus infinity
 
 
-def drawn(heads: int = 4, kv_heads: int = 2, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def random_tensors(heads: int = 4, kv_heads: int = 2, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     random = torch.Generator().manual_seed(0)
     shapes = ((1, heads, 12, 8), (1, kv_heads, 12, 8), (1, kv_heads, 12, 8), (heads,))
     return [torch.randn(shape, generator=random).to(dtype) for shape in shapes]
 
 
 def test_sinks_alone_may_require_a_gradient_and_inputs_are_unchanged():
-    q, k, v, sinks = drawn()
+    q, k, v, sinks = random_tensors()
     before = [x.clone() for x in (q, k, v, sinks)]
     sinks.requires_grad_()
     out = attention(q, k, v, is_causal=True, sinks=sinks)
     out.sum().backward()
-    *_, expected = torch.autograd.grad(spelled_out(q, k, v, sinks, Mask(right=0))[0].sum(), [sinks])
+    *_, expected = torch.autograd.grad(exact_attention_with_sinks(q, k, v, sinks, Mask(right=0))[0].sum(), [sinks])
     assert close(sinks.grad, expected)
     assert all(torch.equal(x, y) for x, y in zip((q, k, v, sinks), before, strict=True))
 
 
 def test_sinks_apply_to_each_sequence_of_a_packed_batch():
-    q, k, v, sinks = drawn()
+    q, k, v, sinks = random_tensors()
     cu = torch.tensor([0, 5, 12], dtype=torch.int32)
     packed = (x[0].transpose(0, 1) for x in (q, k, v))
     out, lse = attention(*packed, layout="thd", cu_seqlens_q=cu, is_causal=True, sinks=sinks, return_lse=True)
@@ -106,11 +106,11 @@ def test_sinks_apply_to_each_sequence_of_a_packed_batch():
 )
 def test_invalid_sinks_are_refused(sinks, said):
     with pytest.raises(InputError, match=said):
-        attention(*drawn()[:3], sinks=sinks)
+        attention(*random_tensors()[:3], sinks=sinks)
 
 
 def test_padded_rows_and_compiled_code_with_sinks_are_refused():
-    q, k, v, sinks = drawn()
+    q, k, v, sinks = random_tensors()
     with pytest.raises(InputError, match="not padded"):
         attention(q, k, v, sinks=sinks, kv_lengths=torch.tensor([7], dtype=torch.int32))
     with pytest.raises(RefusedError, match="no log-sum-exp, by which sinks are added"):
@@ -129,7 +129,7 @@ def test_a_spec_with_sinks_round_trips_and_one_without_is_unchanged():
 
 
 def test_a_guard_finds_no_breach_in_calls_with_sinks():
-    q, k, v, sinks = (x.requires_grad_() for x in drawn(dtype=torch.bfloat16))
+    q, k, v, sinks = (x.requires_grad_() for x in random_tensors(dtype=torch.bfloat16))
     with guard(every=1) as seen:
         attention(q, k, v, is_causal=True, sinks=sinks, backend="sdpa-flash").sum().backward()
     assert not seen.breaches

@@ -130,14 +130,14 @@ def test_quantisation_divides_by_tensors_on_the_same_device(granularity, format)
     """
     asked = []
 
-    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
+    class DeviceRecorder(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             asked.append((func.overloadpacket.__name__, args))
             return func(*args, **(kwargs or {}))
 
     x = normal(1, 2, 140, 8)
     x[0, 1] = 0
-    with Spy():
+    with DeviceRecorder():
         got = quantise(x, Recipe(granularity, format))
         quantise_with(x, 3.0, format)
     divisors = [args[1] for name, args in asked if name in ("div", "div_", "true_divide")]

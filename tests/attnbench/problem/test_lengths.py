@@ -28,7 +28,7 @@ KINDS = (
 )
 
 
-def starts(*places: int) -> torch.Tensor:
+def cumulative(*places: int) -> torch.Tensor:
     return torch.tensor(places, dtype=torch.int32)
 
 
@@ -84,7 +84,7 @@ def test_a_shortened_mask_equals_the_mask_of_every_shorter_sequence(
 def test_the_longest_length_is_read_once_until_the_lengths_change(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnbench.problem.lengths._readable", lambda _: False)  # as on a GPU
     q = torch.zeros(1, 1, 9, 4)
-    places = starts(0, 2, 9)
+    places = cumulative(0, 2, 9)
     assert packed(q, q, places, places, None, None).longest_q == 7
     with torch.no_grad():
         places[1] = 4
@@ -100,20 +100,20 @@ Q = torch.zeros(1, 1, 9, 4)
 @pytest.mark.parametrize(
     ("given_q", "given_kv", "longest", "said"),
     [
-        (starts(0, 5, 4, 9), None, None, "ascend"),
-        (starts(1, 9), None, None, "ascend"),
-        (starts(0, 10), None, None, "ascend"),
-        (starts(0, 8), None, None, "ascend"),
-        (starts(0, 9).long(), None, None, "must be int32"),
-        (starts(0, 9)[None], None, None, "shape"),
-        (starts(0, 0, 9, 9)[::2], None, None, "contiguous"),
-        (starts(0), None, None, "one more"),
+        (cumulative(0, 5, 4, 9), None, None, "ascend"),
+        (cumulative(1, 9), None, None, "ascend"),
+        (cumulative(0, 10), None, None, "ascend"),
+        (cumulative(0, 8), None, None, "ascend"),
+        (cumulative(0, 9).long(), None, None, "must be int32"),
+        (cumulative(0, 9)[None], None, None, "shape"),
+        (cumulative(0, 0, 9, 9)[::2], None, None, "contiguous"),
+        (cumulative(0), None, None, "one more"),
         ([0, 9], None, None, "torch.Tensor"),
-        (starts(0, 9), starts(0, 3, 9), None, "as many sequences"),
-        (starts(0, 9).to("meta"), None, None, "is on meta"),
-        (starts(0, 2, 9), None, 6, "has 7 tokens"),
-        (starts(0, 9), None, 0, "at least 1"),
-        (starts(0, 9), None, 2.0, "whole number"),
+        (cumulative(0, 9), cumulative(0, 3, 9), None, "as many sequences"),
+        (cumulative(0, 9).to("meta"), None, None, "is on meta"),
+        (cumulative(0, 2, 9), None, 6, "has 7 tokens"),
+        (cumulative(0, 9), None, 0, "at least 1"),
+        (cumulative(0, 9), None, 2.0, "whole number"),
     ],
 )
 def test_invalid_cumulative_lengths_are_named(given_q: object, given_kv: object, longest: object, said: str) -> None:
@@ -124,11 +124,11 @@ def test_invalid_cumulative_lengths_are_named(given_q: object, given_kv: object,
 @pytest.mark.parametrize(
     ("lengths", "side", "said"),
     [
-        (starts(10), "right", "between 0 and 9"),
-        (starts(-1), "right", "between 0 and 9"),
-        (starts(1, 2), "right", "one length a row"),
-        (starts(1).float(), "right", "int32"),
-        (starts(1), "middle", "padding_side"),
+        (cumulative(10), "right", "between 0 and 9"),
+        (cumulative(-1), "right", "between 0 and 9"),
+        (cumulative(1, 2), "right", "one length a row"),
+        (cumulative(1).float(), "right", "int32"),
+        (cumulative(1), "middle", "padding_side"),
     ],
 )
 def test_invalid_row_lengths_are_named(lengths: torch.Tensor, side: str, said: str) -> None:

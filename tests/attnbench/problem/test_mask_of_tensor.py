@@ -24,7 +24,7 @@ def visible(mask: Mask, seqlen_q: int, seqlen_kv: int) -> torch.Tensor:
     return seen
 
 
-def added(seen: torch.Tensor, hidden: float, dtype: torch.dtype) -> torch.Tensor:
+def additive_mask(seen: torch.Tensor, hidden: float, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, hidden)
 
 
@@ -44,7 +44,7 @@ def test_every_mask_is_recognised_from_its_tensor(left, right, alignment, seqlen
     tensor = seen
     if hidden is not None:
         dtype = torch.bfloat16 if hidden == "least" else torch.float32
-        tensor = added(seen, torch.finfo(dtype).min if hidden == "least" else hidden, dtype)
+        tensor = additive_mask(seen, torch.finfo(dtype).min if hidden == "least" else hidden, dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_CHUNK", chunk)
         found = mask_of_tensor(tensor.expand(2, 3, -1, -1), seqlen_q, seqlen_kv)
@@ -74,9 +74,9 @@ CAUSAL = torch.ones(4, 4, dtype=torch.bool).tril()
 @pytest.mark.parametrize(
     "tensor",
     [
-        added(CAUSAL, -100.0, torch.float32),  # exp(-100) is not 0
-        added(CAUSAL, -torch.inf, torch.float32) + 0.5 * torch.eye(4),
-        added(CAUSAL, torch.nan, torch.float32),
+        additive_mask(CAUSAL, -100.0, torch.float32),  # exp(-100) is not 0
+        additive_mask(CAUSAL, -torch.inf, torch.float32) + 0.5 * torch.eye(4),
+        additive_mask(CAUSAL, torch.nan, torch.float32),
         CAUSAL & torch.tensor([False, True, True, True]),  # padding on the left: the first row sees nothing
         CAUSAL.new_zeros(4, 4),
         torch.eye(4, dtype=torch.bool).flip(0),

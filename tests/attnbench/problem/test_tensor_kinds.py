@@ -52,14 +52,14 @@ def test_unreadable_tensors_are_refused_even_after_a_cached_choice(name: str, pl
             function(*x)
 
 
-class Named(Tensor):
+class TensorSubclass(Tensor):
     """A subclass that torch hands through all its functions."""
 
 
 def test_a_subclass_is_preserved_and_a_parameter_gives_a_tensor() -> None:
     x = tensors()
-    out = attention(*(each.as_subclass(Named) for each in x))
-    assert type(out) is Named
+    out = attention(*(each.as_subclass(TensorSubclass) for each in x))
+    assert type(out) is TensorSubclass
     assert torch.equal(out.as_subclass(Tensor), attention(*x))
     assert type(attention(*map(torch.nn.Parameter, x))) is Tensor
 

@@ -61,7 +61,7 @@ def git(folder: Path, *command: str) -> str:
     return run.stdout.strip()
 
 
-def checkout(folder: Path, pyproject: str = '[project]\nname = "attnbench"\n') -> Path:
+def make_checkout(folder: Path, pyproject: str = '[project]\nname = "attnbench"\n') -> Path:
     """A repository with a package in it; returns where that package's module environment would lie."""
     (folder / "attnbench" / "tables").mkdir(parents=True)
     (folder / "attnbench" / "tables" / "environment.py").write_text("pass\n")
@@ -78,7 +78,7 @@ def commit_at(monkeypatch, module: Path) -> str | None:
 
 
 def test_the_commit_is_the_checkouts_and_marks_local_changes(monkeypatch, tmp_path):
-    clean, untracked, changed = (checkout(tmp_path / name) for name in ("clean", "untracked", "changed"))
+    clean, untracked, changed = (make_checkout(tmp_path / name) for name in ("clean", "untracked", "changed"))
     (untracked.parent / "results.jsonl").write_text("{}\n")
     changed.write_text("something else\n")
     monkeypatch.setenv("GIT_DIR", str(changed.parents[2] / ".git"))  # as in a hook of another repository
@@ -91,7 +91,7 @@ def test_the_commit_is_the_checkouts_and_marks_local_changes(monkeypatch, tmp_pa
 
 
 def test_only_attnbenchs_own_repository_is_read(monkeypatch, tmp_path):
-    other = checkout(tmp_path / "other", '[project]\nname = "theirs"\n')
+    other = make_checkout(tmp_path / "other", '[project]\nname = "theirs"\n')
     installed = other.parents[2] / "site-packages" / "attnbench" / "tables" / "environment.py"
     installed.parent.mkdir(parents=True)
     (other.parents[2] / "site-packages" / "pyproject.toml").write_text('[project]\nname = "attnbench"\n')
@@ -164,7 +164,7 @@ def test_invalid_fields_are_refused(wrong):
         Environment.from_dict(wrong)
 
 
-def refusing(*arguments: object) -> None:
+def raise_nvml_error(*arguments: object) -> None:
     raise fake_nvml.NVMLError("Insufficient Permissions")
 
 
@@ -180,7 +180,7 @@ def test_a_mig_instance_and_a_gpu_are_distinguished_by_their_prefix(monkeypatch,
 @pytest.mark.parametrize("query", ["nvmlSystemGetDriverVersion", "nvmlDeviceGetName", "nvmlShutdown"])
 def test_a_refused_nvml_query_gives_a_reason(monkeypatch, query):
     fake_nvml.install(monkeypatch, fake_nvml.Board(f"GPU-{ONE}"))
-    monkeypatch.setattr(f"pynvml.{query}", refusing)
+    monkeypatch.setattr(f"pynvml.{query}", raise_nvml_error)
     with Nvml() as nvml:
         assert (nvml.driver() is None) == (query == "nvmlSystemGetDriverVersion")
         assert nvml.names() == ([] if query == "nvmlDeviceGetName" else ["NVIDIA H200"])

@@ -54,13 +54,13 @@ def times(spec: AttentionSpec = SPEC) -> dict[str, float]:
     return {str(plan): entry.time_ms for plan, entry in known_tables(GPU).at(spec).items()}
 
 
-def silent() -> tuple[tuple[Path, Table], ...]:
+def tables_without_warnings() -> tuple[tuple[Path, Table], ...]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return folder_tables()
 
 
-def warned(*, of: int = 1) -> str:
+def warning_of_folders(*, of: int = 1) -> str:
     """The one warning of reading the folders, and that reading them again in this process gives none."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -156,7 +156,7 @@ def test_an_invalid_table_is_named_in_one_warning_and_others_are_used(kind, fold
     table(1.0).save(folder / "good.json")
     HOSTILE[kind](folder / "bad.json")
     found: list[str] = []
-    reader = threading.Thread(target=lambda: found.append(warned()), daemon=True)
+    reader = threading.Thread(target=lambda: found.append(warning_of_folders()), daemon=True)
     reader.start()
     reader.join(PATIENCE)
     assert not reader.is_alive(), "it is waited for"
@@ -171,7 +171,7 @@ def test_hidden_nested_and_non_json_files_are_ignored(folder):
         (folder / name).write_text("{")
     (folder / "deeper").mkdir()
     (folder / "deeper" / "x.json").write_text("{")
-    assert len(silent()) == 1
+    assert len(tables_without_warnings()) == 1
 
 
 @pytest.mark.parametrize("place", ["nowhere", "a-file", "zero\0byte"])
@@ -180,7 +180,7 @@ def test_an_unreadable_folder_is_skipped_and_others_are_used(place, folder, monk
     (tmp_path / "a-file").write_text("x")
     value = f"{tmp_path / place}{os.pathsep}{folder}"
     monkeypatch.setattr(os, "environ", {**os.environ, "ATTNBENCH_TABLES": value})  # the real one takes no zero byte
-    assert "cannot be read" in warned()
+    assert "cannot be read" in warning_of_folders()
     assert times() == {"fast:bf16": 1.0}
 
 
@@ -195,14 +195,16 @@ def test_the_file_limit_applies_to_all_folders_together(folder, monkeypatch, tmp
         table(1.0).save(other / f"{number}.json")
     monkeypatch.setenv("ATTNBENCH_TABLES", f"{folder}{os.pathsep}{other}")
     monkeypatch.setattr(folders, "_MOST_FILES", 6)
-    assert f"in {other} are not used: 2.json and those after it: there are more than 6 files" in warned(of=6)
+    assert f"in {other} are not used: 2.json and those after it: there are more than 6 files" in warning_of_folders(
+        of=6
+    )
     monkeypatch.setattr(folders, "_MOST_FILES", 4)
     forget()
-    assert f"in {other} are not used: 0.json and those after it" in warned(of=4)
+    assert f"in {other} are not used: 0.json and those after it" in warning_of_folders(of=4)
 
 
 def test_the_number_of_bytes_read_is_limited(folder, monkeypatch):
     for number in range(4):
         table(1.0).save(folder / f"{number}.json")
     monkeypatch.setattr(folders, "_MOST_BYTES", 2 * (folder / "0.json").stat().st_size)
-    assert "2.json and those after it: all files have more than" in warned(of=2)
+    assert "2.json and those after it: all files have more than" in warning_of_folders(of=2)

@@ -35,7 +35,7 @@ entries = st.builds(
 )
 
 
-def one(plan: str = "a:bf16", time: float = 1.0, **more) -> Entry:
+def entry_of(plan: str = "a:bf16", time: float = 1.0, **more) -> Entry:
     return Entry(
         **{"spec": SPEC, "plan": Plan.parse(plan), "status": "ok", "time_ms": time, "errors": {"normal": 0.01}, **more}
     )
@@ -68,28 +68,28 @@ def test_the_file_is_the_same_for_any_order_of_entries(tmp_path_factory, apart, 
 @example(5e-324)
 @example(1.7976931348623157e308)
 def test_errors_are_rounded_up_by_a_small_amount(error):
-    (rounded,) = one(errors={"normal": error}).shortened().errors.values()
+    (rounded,) = entry_of(errors={"normal": error}).shortened().errors.values()
     assert rounded >= error
     if math.isfinite(rounded):
         assert len(Decimal(repr(rounded)).normalize().as_tuple().digits) <= 3
         assert Decimal(rounded) <= Decimal(error) * Decimal("1.0100001") or error < 1e-300
-    assert one(errors={"normal": rounded}).shortened().errors == {"normal": rounded}
+    assert entry_of(errors={"normal": rounded}).shortened().errors == {"normal": rounded}
 
 
 def test_merging_takes_newer_entries_and_keeps_older_ones_without_a_newer():
     older = Table.from_entries(
         an_environment(backends={"a": "1", "b": "1", "c": "1"}, origins={"b": "x"}),
         [
-            one(errors={"normal": 0.05, "outlier": 0.3}), one("b:fp8"), one("d:bf16"),
-            one("e:bf16", spec=SPEC.replace(batch=2)), one("f:bf16"),
+            entry_of(errors={"normal": 0.05, "outlier": 0.3}), entry_of("b:fp8"), entry_of("d:bf16"),
+            entry_of("e:bf16", spec=SPEC.replace(batch=2)), entry_of("f:bf16"),
         ],
     )  # fmt: skip
     failed = Entry(SPEC, Plan("f:bf16"), "crashed", reason="it broke")
     newer = Table.from_entries(
-        an_environment(backends={"a": "1", "d": "1"}, driver="2"), [one(time=2.0, errors={"normal": 0.04}), failed]
+        an_environment(backends={"a": "1", "d": "1"}, driver="2"), [entry_of(time=2.0, errors={"normal": 0.04}), failed]
     )
     merged = older.merged(newer)
-    assert merged.at(SPEC)[Plan("a:bf16")] == one(time=2.0, errors={"normal": 0.04, "outlier": 0.3})
+    assert merged.at(SPEC)[Plan("a:bf16")] == entry_of(time=2.0, errors={"normal": 0.04, "outlier": 0.3})
     assert merged.at(SPEC)[Plan("f:bf16")] == failed
     assert len(merged.entries) == 5
     assert merged.environment == an_environment(backends={"a": "1", "b": "1", "d": "1"}, origins={"b": "x"}, driver="2")
@@ -111,7 +111,9 @@ def test_entries_converted_to_any_host_can_be_written(found, slower):
 def test_merged_tables_use_the_host_speed_of_the_larger_table_that_has_one(launches):
     known = {"host_ms": 2.0, "device_ms": 1.0}
     older, newer = (
-        Table.from_entries(an_environment(), [one(plan, 2.0, **(known if launch else {})) for plan in plans], launch)
+        Table.from_entries(
+            an_environment(), [entry_of(plan, 2.0, **(known if launch else {})) for plan in plans], launch
+        )
         for plans, launch in zip((["a:bf16", "b:bf16", "c:bf16"], ["c:bf16", "d:bf16"]), launches, strict=True)
     )
     merged = older.merged(newer)
@@ -133,12 +135,12 @@ def test_merged_tables_use_the_host_speed_of_the_larger_table_that_has_one(launc
     ],
 )
 def test_an_unusable_entry_gives_its_reason(more, said):
-    entry = one(**more)
+    entry = entry_of(**more)
     assert not entry.usable
     assert re.search(said, entry.unusable)
 
 
-def good(**change) -> dict:
+def valid_data(**change) -> dict:
     plan = {"time_ms": 1.0, "spread_ms": 0.1, "errors": {"normal": 0.01}}
     spec = {"batch": 1, "heads": 4, "seqlen_q": 1024, "head_dim": 64, "dtype": "bf16", "direction": "forward"}
     plans = {"a:bf16": {**plan, **change}}
@@ -149,21 +151,21 @@ def good(**change) -> dict:
     }
 
 
-def named(name: str) -> dict:
-    data = good()
+def data_with_plan(name: str) -> dict:
+    data = valid_data()
     (plan,) = data["specs"][0]["plans"].values()
     data["specs"][0]["plans"] = {name: plan}
     return data
 
 
-def asked(**change) -> dict:
-    data = good()
+def data_with_spec(**change) -> dict:
+    data = valid_data()
     data["specs"][0]["spec"].update(change)
     return data
 
 
-def where(**change) -> dict:
-    data = good()
+def data_with_environment(**change) -> dict:
+    data = valid_data()
     data["environment"].update(change)
     return data
 
@@ -172,36 +174,36 @@ def where(**change) -> dict:
     ("data", "words"),
     [
         ([], "schema"),
-        ({**good(), "schema": "attnbench.table/1"}, "attnbench.table/2"),
-        (where(device_type=3), "environment.device_type: .*string"),
-        (where(backends={"\x1b[2J": 3}), r"environment.backends. \[2J: .*string"),
-        ({**good(), "launch_ms": 0}, "launch_ms: .*greater"),
-        ({**good(), "launch_ms": 1e3}, "launch_ms: .*less"),
-        ({**good(), "specs": [3]}, r"specs\.0: .*object"),
-        ({**good(), "specs": [{}]}, r"specs\.0\.spec: Field required"),
-        ({**good(), "specs": good()["specs"] * 2}, "each spec once.* twice"),
-        (good(time_ms=-1), r"specs\.0\.plans\.a:bf16\.time_ms: .*greater"),
-        (good(time_ms="1"), "time_ms: .*number"),
-        (good(errors={"normal": None}), "errors.normal: .*number"),
-        (good(errors=7), "errors: .*object"),
-        (good(errors=dict.fromkeys(map(str, range(65)), 0.1)), "at most 64"),
-        (good(errors={"x" * 201: 0.1}), "200 characters"),
-        (good(status="status: .*crashed"), "status: .*crashed"),
-        (good(reason="x" * 2001), "at most 2000"),
-        (good(check=[]), "check: .*string"),
-        (good(more=1), "more: Extra"),
-        (named("a"), "kernel name"),
-        (named("a:" + "b" * 200), "200 characters"),
-        (asked(mask=[]), "must be a mapping, not list"),
-        (asked(mask={"left": -1}), "left"),
-        (asked(mask={"\x1b[2J" + "x" * 2000: 1}), "unexpected keyword"),
+        ({**valid_data(), "schema": "attnbench.table/1"}, "attnbench.table/2"),
+        (data_with_environment(device_type=3), "environment.device_type: .*string"),
+        (data_with_environment(backends={"\x1b[2J": 3}), r"environment.backends. \[2J: .*string"),
+        ({**valid_data(), "launch_ms": 0}, "launch_ms: .*greater"),
+        ({**valid_data(), "launch_ms": 1e3}, "launch_ms: .*less"),
+        ({**valid_data(), "specs": [3]}, r"specs\.0: .*object"),
+        ({**valid_data(), "specs": [{}]}, r"specs\.0\.spec: Field required"),
+        ({**valid_data(), "specs": valid_data()["specs"] * 2}, "each spec once.* twice"),
+        (valid_data(time_ms=-1), r"specs\.0\.plans\.a:bf16\.time_ms: .*greater"),
+        (valid_data(time_ms="1"), "time_ms: .*number"),
+        (valid_data(errors={"normal": None}), "errors.normal: .*number"),
+        (valid_data(errors=7), "errors: .*object"),
+        (valid_data(errors=dict.fromkeys(map(str, range(65)), 0.1)), "at most 64"),
+        (valid_data(errors={"x" * 201: 0.1}), "200 characters"),
+        (valid_data(status="status: .*crashed"), "status: .*crashed"),
+        (valid_data(reason="x" * 2001), "at most 2000"),
+        (valid_data(check=[]), "check: .*string"),
+        (valid_data(more=1), "more: Extra"),
+        (data_with_plan("a"), "kernel name"),
+        (data_with_plan("a:" + "b" * 200), "200 characters"),
+        (data_with_spec(mask=[]), "must be a mapping, not list"),
+        (data_with_spec(mask={"left": -1}), "left"),
+        (data_with_spec(mask={"\x1b[2J" + "x" * 2000: 1}), "unexpected keyword"),
     ],
 )
 def test_an_invalid_table_is_one_error_that_names_the_file(tmp_path, data, words):
-    text_is_no_table(tmp_path / "table", json.dumps(data), words)
+    assert_text_is_invalid(tmp_path / "table", json.dumps(data), words)
 
 
-def text_is_no_table(path, text, words):
+def assert_text_is_invalid(path, text, words):
     path.write_text(text)
     with pytest.raises(MalformedFileError, match=words) as caught:
         Table.load(path)
@@ -209,7 +211,7 @@ def text_is_no_table(path, text, words):
     assert str(caught.value).isprintable()
 
 
-TEXT = json.dumps(good())
+TEXT = json.dumps(valid_data())
 
 
 @pytest.mark.parametrize(
@@ -235,12 +237,12 @@ TEXT = json.dumps(good())
     ],
 )
 def test_hostile_texts_are_errors_that_name_the_file(tmp_path, text, words):
-    text_is_no_table(tmp_path / "table", text, words)
+    assert_text_is_invalid(tmp_path / "table", text, words)
 
 
 def test_control_characters_in_names_are_replaced(tmp_path):
     errors = {"normal": 0.5, "inf": "inf", "0": 0, "tiny": 5e-324}
-    data = good(errors=errors, reason="a\nb\u202ec", check="\x07")
+    data = valid_data(errors=errors, reason="a\nb\u202ec", check="\x07")
     (tmp_path / "table").write_text(json.dumps(data))
     (entry,) = Table.load(tmp_path / "table").entries.values()
     assert entry.errors == {"normal": 0.5, "inf": math.inf, "0": 0.0, "tiny": 1e-100}
@@ -260,7 +262,7 @@ def test_invalid_utf8_and_endless_files_are_errors(tmp_path):
 
 def test_a_file_changed_while_it_is_read_is_an_error(tmp_path, monkeypatch):
     path = tmp_path / "table"
-    Table.from_entries(an_environment(), [one()]).save(path)
+    Table.from_entries(an_environment(), [entry_of()]).save(path)
     answers, real = [], os.fstat
 
     def fstat(handle):
@@ -277,9 +279,9 @@ def test_a_file_changed_while_it_is_read_is_an_error(tmp_path, monkeypatch):
 
 def test_a_table_that_could_not_be_read_again_is_not_written(tmp_path):
     path = tmp_path / "tables" / "table.json"
-    Table.from_entries(an_environment(), [one()]).save(path)
+    Table.from_entries(an_environment(), [entry_of()]).save(path)
     before = path.read_bytes()
-    many = [one(spec=SPEC.replace(batch=batch), reason="x" * 2000) for batch in range(1, 4100)]
+    many = [entry_of(spec=SPEC.replace(batch=batch), reason="x" * 2000) for batch in range(1, 4100)]
     with pytest.raises(OutputError, match="at most"):
         Table.from_entries(an_environment(), many).save(path)
     assert path.read_bytes() == before

@@ -39,30 +39,34 @@ def binding(table: Table = TABLE, **changes) -> Binding:
     return Binding.between(table, replace(THERE, **changes), registry())
 
 
-def unused(found: Binding) -> set[str]:
+def unused_plans(found: Binding) -> set[str]:
     return {str(plan) for _, plan in TABLE.entries.keys() - found.usable(TABLE).entries.keys()}
 
 
-def installed(**versions: str) -> dict[str, dict[str, str]]:
+def installed_backends(**versions: str) -> dict[str, dict[str, str]]:
     return {"backends": {**THERE.backends, **{name.replace("_", "-"): found for name, found in versions.items()}}}
 
 
-def upgraded(torch: str, local: str = "+cu130") -> dict[str, object]:
+def torch_upgrade(torch: str, local: str = "+cu130") -> dict[str, object]:
     resident = dict.fromkeys(("sdpa_flash", "sdpa_cudnn", "flex"), torch + local)
-    return {"torch": torch, **installed(**resident)}
+    return {"torch": torch, **installed_backends(**resident)}
 
 
 @pytest.mark.parametrize(
     ("changes", "gone", "said"),
     [
-        (installed(te="2.21.0"), {"te:fp8"}, "measured with te 2.20.2, here is 2.21.0"),
-        (installed(te="2.20.2rc1"), {"te:fp8"}, "measured with te 2.20.2, here is 2.20.2rc1"),
-        (installed(te="unknown"), {"te:fp8"}, "here is unknown"),
-        (installed(fa4="4.0.0b37"), {"fa4:bf16", "fa3:fp8>fa4:bf16"}, "measured with fa4 4.0.0b36, here is 4.0.0b37"),
+        (installed_backends(te="2.21.0"), {"te:fp8"}, "measured with te 2.20.2, here is 2.21.0"),
+        (installed_backends(te="2.20.2rc1"), {"te:fp8"}, "measured with te 2.20.2, here is 2.20.2rc1"),
+        (installed_backends(te="unknown"), {"te:fp8"}, "here is unknown"),
+        (
+            installed_backends(fa4="4.0.0b37"),
+            {"fa4:bf16", "fa3:fp8>fa4:bf16"},
+            "measured with fa4 4.0.0b36, here is 4.0.0b37",
+        ),
         ({"cudnn": "9.20.0"}, ON_CUDNN, "measured with cudnn 9.19.0, here is 9.20.0"),
         ({"triton": "3.7.0"}, ON_TRITON, "measured with triton 3.6.0, here is 3.7.0"),
-        (upgraded("2.12.0"), {"sdpa-flash:bf16", "sdpa-cudnn:bf16", "flex:bf16"}, "here is 2.12.0+cu130"),
-        (upgraded("2.11.0.dev20260101"), {"sdpa-flash:bf16", "sdpa-cudnn:bf16", "flex:bf16"}, "dev20260101"),
+        (torch_upgrade("2.12.0"), {"sdpa-flash:bf16", "sdpa-cudnn:bf16", "flex:bf16"}, "here is 2.12.0+cu130"),
+        (torch_upgrade("2.11.0.dev20260101"), {"sdpa-flash:bf16", "sdpa-cudnn:bf16", "flex:bf16"}, "dev20260101"),
         ({"origins": {"fa3": "flash-attn-3"}}, {"fa3:fp8>fa4:bf16"}, "from sglang, here it comes from flash-attn-3"),
         (
             {"origins": {"te": "transformer-engine 2.20.2 on cuDNN 92000"}},
@@ -79,7 +83,7 @@ def upgraded(torch: str, local: str = "+cu130") -> dict[str, object]:
 def test_another_release_of_a_backend_drops_only_its_entries(changes, gone, said):
     found = binding(**changes)
     assert found.refused == ()
-    assert unused(found) == gone
+    assert unused_plans(found) == gone
     assert set(found.dropped) <= {kernel.partition(":")[0] for plan in gone for kernel in plan.split(">")}
     assert any(said in reason for reason in found.dropped.values())
 
@@ -87,10 +91,10 @@ def test_another_release_of_a_backend_drops_only_its_entries(changes, gone, said
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (installed(te="2.20.9"), ["te was 2.20.2, is 2.20.9"]),
+        (installed_backends(te="2.20.9"), ["te was 2.20.2, is 2.20.9"]),
         ({"origins": {"te": "transformer-engine 2.20.9 on cuDNN 91905"}}, []),
         ({"origins": {}}, []),
-        (upgraded("2.11.0", "+cpu"), []),
+        (torch_upgrade("2.11.0", "+cpu"), []),
         ({"cudnn": "9.19.3"}, ["cudnn was 9.19.0, is 9.19.3"]),
         ({"driver": "590.1", "cuda": "13.1"}, ["driver was 580.1, is 590.1", "cuda was 13.0, is 13.1"]),
         ({"clock_mhz": 1700, "power_cap_w": 500}, ["clock_mhz was 1980, is 1700", "power_cap_w was 700, is 500"]),
@@ -101,7 +105,7 @@ def test_another_release_of_a_backend_drops_only_its_entries(changes, gone, said
 )
 def test_soft_differences_are_reported_and_entries_are_used(changes, said):
     found = binding(**changes)
-    assert unused(found) == set()
+    assert unused_plans(found) == set()
     assert found.dropped == {}
     assert len(found.soft) == said if isinstance(said, int) else list(found.soft) == said
 

@@ -45,7 +45,7 @@ ASKED = [spec(), spec(kv_heads=2, direction="training"), spec(seqlen_q=3000, mas
 
 
 @pytest.fixture(autouse=True)
-def here(monkeypatch):
+def user_table_file(monkeypatch):
     monkeypatch.setattr(Environment, "detect", classmethod(lambda *_: HERE))
     path = user_table_path(HERE)
     TABLE.save(path)
@@ -54,25 +54,34 @@ def here(monkeypatch):
     forget()
 
 
-def truncated(whole: bytes, chance: random.Random) -> bytes:
+def truncate(whole: bytes, chance: random.Random) -> bytes:
     return whole[: chance.randrange(len(whole))]
 
 
-def digit(whole: bytes, chance: random.Random) -> bytes:
+def replace_digit(whole: bytes, chance: random.Random) -> bytes:
     """One digit made another, so that most are still tables."""
     places = [place for place, byte in enumerate(whole) if 48 <= byte <= 57]
     place = chance.choice(places)
     return whole[:place] + chance.choice([b"0", b"9", b"-", b".", b"e", b"99"]) + whole[place + 1 :]
 
 
-def recoded(whole: bytes, chance: random.Random) -> bytes:
+def change_encoding(whole: bytes, chance: random.Random) -> bytes:
     return whole.decode().encode(chance.choice(["utf-16", "utf-32", "utf-8-sig", "utf-7", "cp037"]))
 
 
-MUTATIONS = [restructure_json] * 4 + [flip_bits, flip_bits, truncated, splice, splice, digit, digit, recoded]
+MUTATIONS = [restructure_json] * 4 + [
+    flip_bits,
+    flip_bits,
+    truncate,
+    splice,
+    splice,
+    replace_digit,
+    replace_digit,
+    change_encoding,
+]
 
 
-def outcome(path: Path) -> str:
+def check_outcome(path: Path) -> str:
     """What came of the file that lies there: ``missed`` with one warning, or ``used`` without one."""
     forget()
     with warnings.catch_warnings(record=True) as caught:
@@ -84,11 +93,11 @@ def outcome(path: Path) -> str:
         assert known.tables == ()
     for number, asked in enumerate(ASKED[:1] if caught else ASKED):
         for fp8 in (False, True):
-            promised(asked, fp8, shown=fp8 and number == 0 and not caught)
+            assert_choice_is_valid(asked, fp8, shown=fp8 and number == 0 and not caught)
     return "missed" if caught else "used"
 
 
-def promised(asked: AttentionSpec, fp8: bool, shown: bool) -> None:
+def assert_choice_is_valid(asked: AttentionSpec, fp8: bool, shown: bool) -> None:
     """Whatever the table says: a choice that keeps to the rules, or that nothing is accurate enough."""
     try:
         choice = choose(asked, CPU, fp8=fp8, known=KNOWN)
@@ -107,12 +116,12 @@ def promised(asked: AttentionSpec, fp8: bool, shown: bool) -> None:
         json.dumps(choice.to_dict(), allow_nan=False)
 
 
-def test_hostile_files_crash_nothing(here):
-    whole = here.read_bytes()
+def test_hostile_files_crash_nothing(user_table_file):
+    whole = user_table_file.read_bytes()
     outcomes: Counter[str] = Counter()
     for number in range(FILES):
         chance = random.Random(number)
-        here.write_bytes(MUTATIONS[number % len(MUTATIONS)](whole, chance))
-        outcomes[outcome(here)] += 1
+        user_table_file.write_bytes(MUTATIONS[number % len(MUTATIONS)](whole, chance))
+        outcomes[check_outcome(user_table_file)] += 1
     assert min(outcomes.values()) > FILES // 20  # the mutations are neither too mild nor too rough
     assert outcomes.keys() == {"missed", "used"}

@@ -23,27 +23,27 @@ PROCESSES, ROUNDS = 4, 3
 
 
 @pytest.fixture(autouse=True)
-def unread():
+def forget_tables():
     forget()
     yield
     forget()
 
 
-def here() -> Environment:
+def detected_environment() -> Environment:
     return Environment.detect(CPU, registry())
 
 
-def one(plan: str = "sdpa-math:bf16", time_ms: float = 1.0, spec: AttentionSpec = SPEC, **more) -> Entry:
+def entry_of(plan: str = "sdpa-math:bf16", time_ms: float = 1.0, spec: AttentionSpec = SPEC, **more) -> Entry:
     return Entry(spec, Plan.parse(plan), **{"status": "ok", "time_ms": time_ms, "errors": {"normal": 0.01}, **more})
 
 
 def table(*entries: Entry, environment: Environment | None = None) -> Table:
-    return Table.from_entries(environment or here(), entries)
+    return Table.from_entries(environment or detected_environment(), entries)
 
 
-def other(**changes) -> Environment:
+def changed_environment(**changes) -> Environment:
     """This environment with other facts."""
-    return Environment.from_dict({**here().to_dict(), **changes})
+    return Environment.from_dict({**detected_environment().to_dict(), **changes})
 
 
 # --- many writers ---
@@ -54,7 +54,10 @@ def _writer(number: int, start) -> None:
     for turn in range(ROUNDS):
         update_user_table(
             table(
-                *(one(f"writer{number}:bf16", 1.0 + turn, SPEC.replace(batch=batch)) for batch in range(1, turn + 2)),
+                *(
+                    entry_of(f"writer{number}:bf16", 1.0 + turn, SPEC.replace(batch=batch))
+                    for batch in range(1, turn + 2)
+                ),
                 environment=an_environment(backends={f"writer{number}": "1.0"}),
             )
         )
@@ -84,23 +87,25 @@ def test_four_processes_write_one_table_and_every_read_is_complete():
 
 
 def test_the_table_accumulates_entries_and_drops_those_of_other_versions():
-    path = update_user_table(table(one(), one("reference:bf16", 5.0)))
-    assert path == user_table_path(here())
-    update_user_table(table(one(time_ms=2.0)))
+    path = update_user_table(table(entry_of(), entry_of("reference:bf16", 5.0)))
+    assert path == user_table_path(detected_environment())
+    update_user_table(table(entry_of(time_ms=2.0)))
     assert {str(each.plan): each.time_ms for each in Table.load(path).entries.values()} == {
         "sdpa-math:bf16": 2.0, "reference:bf16": 5.0,
     }  # fmt: skip
-    newer = other(backends={**here().backends, "reference": "99.1"})
-    update_user_table(table(one(time_ms=3.0), environment=newer))
+    newer = changed_environment(backends={**detected_environment().backends, "reference": "99.1"})
+    update_user_table(table(entry_of(time_ms=3.0), environment=newer))
     assert {str(each.plan): each.time_ms for each in Table.load(path).entries.values()} == {"sdpa-math:bf16": 3.0}
-    update_user_table(table(one("reference:bf16"), environment=other(threads=here().threads + 1)))
+    update_user_table(
+        table(entry_of("reference:bf16"), environment=changed_environment(threads=detected_environment().threads + 1))
+    )
     assert {str(each.plan) for each in Table.load(path).entries.values()} == {"reference:bf16"}
 
 
 def test_times_converted_from_another_host_are_rounded():
     def measured(launch_ms: float, *plans: str) -> Table:
-        entries = [one(plan, host_ms=1.0, device_ms=0.1) for plan in plans]
-        return Table.from_entries(here(), entries, launch_ms)
+        entries = [entry_of(plan, host_ms=1.0, device_ms=0.1) for plan in plans]
+        return Table.from_entries(detected_environment(), entries, launch_ms)
 
     update_user_table(measured(0.01, "sdpa-math:bf16", "sdpa-efficient:bf16"))
     path = update_user_table(measured(0.03, "sdpa-flash:bf16"))
@@ -109,7 +114,7 @@ def test_times_converted_from_another_host_are_rounded():
 
 
 def test_a_damaged_table_is_a_miss_with_one_warning_and_is_replaced():
-    path = update_user_table(table(one()))
+    path = update_user_table(table(entry_of()))
     path.write_text("{")
     forget()
     with pytest.warns(AttnbenchWarning, match="your table cannot be used: .*expected JSON") as caught:
@@ -121,7 +126,7 @@ def test_a_damaged_table_is_a_miss_with_one_warning_and_is_replaced():
     with pytest.warns(AttnbenchWarning, match="your table cannot be used: .*symbolic links"):
         known_tables(CPU)
     path.unlink()
-    update_user_table(table(one()))
+    update_user_table(table(entry_of()))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(known_tables(CPU).at(SPEC)) == 1
@@ -143,7 +148,7 @@ def on_an_h200(monkeypatch, tmp_path):
 
 def test_a_damaged_shipped_table_is_skipped_with_a_warning(on_an_h200):
     on_an_h200.write_text("{")
-    update_user_table(table(one("fast:bf16"), environment=H200))
+    update_user_table(table(entry_of("fast:bf16"), environment=H200))
     with pytest.warns(AttnbenchWarning, match="the table that attnbench ships cannot be used"):
         known = known_tables(GPU)
     assert len(known.tables) == 1
@@ -151,7 +156,7 @@ def test_a_damaged_shipped_table_is_skipped_with_a_warning(on_an_h200):
 
 def test_no_shipped_table_is_read_on_a_cpu(monkeypatch, tmp_path):
     monkeypatch.setattr("attnbench.tables.shipped._FOLDER", tmp_path)
-    (tmp_path / user_table_path(here()).name).write_text(json.dumps("no table"))
+    (tmp_path / user_table_path(detected_environment()).name).write_text(json.dumps("no table"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert known_tables(CPU) == Known()

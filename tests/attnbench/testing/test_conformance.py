@@ -14,7 +14,7 @@ import torch
 from conforming import ROW, Backward, Forward
 from logging_kernel import LOG_FILE, LoggingForward
 from logging_kernel import registry as noting
-from nonconforming import BACKWARDS, FORWARDS, ShortSums
+from nonconforming import BACKWARDS, FORWARDS, ShortAccumulator
 
 from attnbench import AttentionSpec
 from attnbench.backends.emulated import BACKEND as EMULATED
@@ -54,14 +54,14 @@ def check(*kernels: ForwardKernel | BackwardKernel) -> Report:
 
 
 @cache
-def examined(name: str) -> Report:
+def examine(name: str) -> Report:
     return check(FORWARDS[name][0]()) if name in FORWARDS else check(*BACKWARDS[name][0]())
 
 
 @pytest.mark.parametrize("name", [*FORWARDS, *BACKWARDS])
 def test_each_planted_fault_is_reported_by_its_check(name: str) -> None:
     _, expected, said = (FORWARDS | BACKWARDS)[name]  # type: ignore[operator]
-    report = examined(name)
+    report = examine(name)
     assert [each.check for each in report.failures] == [expected], str(report)
     (failure,) = report.failures
     assert said in failure.said
@@ -128,17 +128,17 @@ def test_errors_of_hoppers_accumulator_grow_unless_it_is_promoted(
 
 @pytest.mark.usefixtures("growth_alone")
 def test_errors_of_sums_over_queries_grow_with_their_number() -> None:
-    (failure,) = check(Forward(), ShortSums()).failures
+    (failure,) = check(Forward(), ShortAccumulator()).failures
     assert failure.plan == "mine:fp64>mine:fp64"
     assert failure.said.startswith("dv of 2048 tokens is off by 0.03")
 
 
 @pytest.mark.usefixtures("growth_alone")
 def test_a_kernel_without_declared_error_growth_is_not_checked_with_many_keys() -> None:
-    class Silent(Forward):
+    class WithoutGrowth(Forward):
         name = "mine:fp8"
 
-    (found,) = check(Silent()).findings
+    (found,) = check(WithoutGrowth()).findings
     assert (found.outcome, found.said) == ("skipped", "the plan declares no error_growth")
 
 
@@ -159,7 +159,7 @@ def test_a_kernel_that_loses_the_gpu_is_reported_with_its_spec_and_ends_the_run(
     """Also where it happens while a spec that fails is made smaller: the 26th run, after 22 that are not judged."""
     ran: list[AttentionSpec] = []
 
-    class Losing(Forward):
+    class LosesGpu(Forward):
         def run(self, operands: Operands) -> Result:
             assert len(ran) < after, "asked although the GPU is lost"
             ran.append(operands.spec)
@@ -168,7 +168,7 @@ def test_a_kernel_that_loses_the_gpu_is_reported_with_its_spec_and_ends_the_run(
 
     reason = "AcceleratorError: CUDA error: an illegal memory access was encountered"
     monkeypatch.setattr(one_check, "_device_error", lambda device: reason if len(ran) >= after else None)
-    report = check(Losing())
+    report = check(LosesGpu())
     (failure,) = report.failures
     assert failure.said.endswith(reason)
     assert failure.spec == ran[-1]

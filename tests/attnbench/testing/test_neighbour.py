@@ -90,7 +90,9 @@ def test_the_neighbour_ends_when_its_parent_is_killed() -> None:
     wait_until(lambda: fields_of(process) is None)
 
 
-def shared(forward: Forward, monkeypatch: pytest.MonkeyPatch, direction: str = "forward") -> tuple[str | None, str]:
+def check_beside_neighbour(
+    forward: Forward, monkeypatch: pytest.MonkeyPatch, direction: str = "forward"
+) -> tuple[str | None, str]:
     """What the conformance check that has a neighbour finds of a kernel, and what it notes."""
     monkeypatch.setattr(conduct, "_SHARING_SECONDS", 0.2)
     backend = Backend("mine", "a test's", lambda: Availability(version="1"), (forward, Backward()))
@@ -103,7 +105,7 @@ def shared(forward: Forward, monkeypatch: pytest.MonkeyPatch, direction: str = "
 @linux
 @pytest.mark.parametrize("direction", ["training", pytest.param("forward", marks=pytest.mark.exhaustive)])
 def test_a_kernel_unaffected_by_a_neighbour_passes(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, noted = shared(Forward(), monkeypatch, direction)
+    found, noted = check_beside_neighbour(Forward(), monkeypatch, direction)
     assert found is None
     assert int(noted.removesuffix(" calls beside another process")) >= 16
 
@@ -111,7 +113,7 @@ def test_a_kernel_unaffected_by_a_neighbour_passes(direction: str, monkeypatch: 
 def test_a_kernel_that_is_wrong_beside_a_neighbour_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """One call of many, so that each is looked at."""
 
-    class Jumpy(Forward):
+    class WrongBesideNeighbour(Forward):
         calls = 0
 
         def run(self, operands: Operands) -> Result:
@@ -120,14 +122,14 @@ def test_a_kernel_that_is_wrong_beside_a_neighbour_fails(monkeypatch: pytest.Mon
             return Result(out * 2 if self.calls == 5 else out, lse)
 
     @contextmanager
-    def pretended(device: torch.device) -> Iterator[None]:
+    def pretend_neighbour(device: torch.device) -> Iterator[None]:
         beside.append(device)
         yield
         beside.clear()
 
     beside: list[torch.device] = []
-    monkeypatch.setattr(conduct, "neighbour", pretended)
-    found, _ = shared(Jumpy(), monkeypatch)
+    monkeypatch.setattr(conduct, "neighbour", pretend_neighbour)
+    found, _ = check_beside_neighbour(WrongBesideNeighbour(), monkeypatch)
     assert found is not None
     assert found.startswith("beside another process on the GPU, in one of 16 calls, out is off by 1")
 
@@ -136,7 +138,7 @@ def test_a_kernel_that_is_wrong_beside_a_neighbour_fails(monkeypatch: pytest.Mon
 def test_a_device_that_excludes_another_process_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     before = children()
     monkeypatch.setattr(conduct, "neighbour", lambda device: neighbour(torch.device("meta")))
-    found, noted = shared(Forward(), monkeypatch)
+    found, noted = check_beside_neighbour(Forward(), monkeypatch)
     assert found is None
     assert noted.startswith("not asked: another process cannot work on meta: ")
     assert children() <= before

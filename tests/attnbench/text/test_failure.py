@@ -28,7 +28,7 @@ class CompilerError(RuntimeError):
         self.inner_exception = inner
 
 
-def raised(outer, inner=None):
+def raise_and_catch(outer, inner=None):
     """The exception as it arrives, with its traceback."""
     try:
         try:
@@ -51,7 +51,7 @@ def raised(outer, inner=None):
     ],
 )
 def test_the_compilers_error_line_is_kept(line):
-    inner = raised(RuntimeError(COMPILER.format(line=line)), subprocess.CalledProcessError(1, ["g++"]))
+    inner = raise_and_catch(RuntimeError(COMPILER.format(line=line)), subprocess.CalledProcessError(1, ["g++"]))
     assert in_one_line(inner) == f"RuntimeError: C++ compile error: {line}"
     assert in_one_line(CompilerError(inner)) == f"CompilerError: RuntimeError: C++ compile error: {line}"
 
@@ -61,7 +61,9 @@ def test_an_exception_without_a_message_names_its_source_line():
         raise AssertionError
     except AssertionError as error:
         silent = error
-    said = in_one_line(CompilerError(raised(RuntimeError("AssertionError:\n  target: flex_attention"), silent)))
+    said = in_one_line(
+        CompilerError(raise_and_catch(RuntimeError("AssertionError:\n  target: flex_attention"), silent))
+    )
     assert said.startswith("CompilerError: AssertionError in test_failure.py:")
     assert said.endswith("raise AssertionError")
     assert in_one_line(KeyError()) == "KeyError"
@@ -70,11 +72,11 @@ def test_an_exception_without_a_message_names_its_source_line():
 def test_an_explicit_cause_is_appended_unless_the_message_contains_it():
     cause = OSError("no space is left")
     assert (
-        in_one_line(raised(ValueError("cannot load"), cause))
+        in_one_line(raise_and_catch(ValueError("cannot load"), cause))
         == "ValueError: cannot load (caused by OSError: no space is left)"
     )
     assert (
-        in_one_line(raised(ValueError("cannot load: no space is left"), cause))
+        in_one_line(raise_and_catch(ValueError("cannot load: no space is left"), cause))
         == "ValueError: cannot load: no space is left"
     )
 
@@ -88,7 +90,7 @@ def test_an_implicit_context_is_not_reported_as_the_cause():
 @given(st.lists(st.text(), max_size=4), st.booleans())
 def test_the_summary_is_one_line_of_bounded_length(texts, wrapped):
     error = RuntimeError("\n".join(texts))
-    said = in_one_line(CompilerError(error) if wrapped else raised(ValueError(":"), error))
+    said = in_one_line(CompilerError(error) if wrapped else raise_and_catch(ValueError(":"), error))
     assert len(said.splitlines()) == 1
     assert len(said) < 1500
 

@@ -24,7 +24,7 @@ MOST = 2.5  # times the largest error that was seen: other shapes, drivers and d
 
 
 @cache
-def seen() -> MappingProxyType[Plan, tuple[float, AttentionSpec]]:
+def largest_errors() -> MappingProxyType[Plan, tuple[float, AttentionSpec]]:
     """Of each plan the largest error on normal inputs in the tables that ship, with the spec."""
     found: dict[Plan, list[tuple[float, str, AttentionSpec]]] = defaultdict(list)
     for table in map(Table.load, shipped_tables()):
@@ -34,15 +34,15 @@ def seen() -> MappingProxyType[Plan, tuple[float, AttentionSpec]]:
     return MappingProxyType({plan: (max(each)[0], max(each)[2]) for plan, each in found.items()})
 
 
-@pytest.mark.parametrize("plan", sorted(seen(), key=str), ids=str)
+@pytest.mark.parametrize("plan", sorted(largest_errors(), key=str), ids=str)
 def test_declared_errors_cover_the_committed_results_closely(plan):
-    error, spec = seen()[plan]
+    error, spec = largest_errors()[plan]
     declared = registry().declared_error(plan, spec, GPU)
     assert error <= declared <= MOST * error
 
 
 @cache
-def grown() -> MappingProxyType[str, dict[tuple[str, ...], dict[int, float]]]:
+def errors_by_length() -> MappingProxyType[str, dict[tuple[str, ...], dict[int, float]]]:
     """Of each plan the committed errors of each tensor over the number of tokens, where FP8 alone is no harder then."""
     found: dict[str, dict[tuple[str, ...], dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     with gzip.open(RESULTS / "nvidia-h200/growth/errors.jsonl.gz", "rt", encoding="utf-8") as lines:
@@ -55,7 +55,7 @@ def grown() -> MappingProxyType[str, dict[tuple[str, ...], dict[int, float]]]:
     return MappingProxyType(found)
 
 
-@pytest.mark.parametrize("name", grown())
+@pytest.mark.parametrize("name", errors_by_length())
 def test_declared_error_growth_covers_the_committed_results(name):
     plan = Plan.parse(name)
     spec = AttentionSpec.make(
@@ -63,10 +63,10 @@ def test_declared_error_growth_covers_the_committed_results(name):
     )
     growth, declared = registry().error_growth(plan), registry().declared_error(plan, spec, GPU)
 
-    def beyond(growth: float) -> list[tuple[str, ...]]:
+    def errors_beyond_growth(growth: float) -> list[tuple[str, ...]]:
         """Errors larger than this growth from the fewest tokens allows, and than half of the declared error."""
         found = []
-        for what, errors in grown()[name].items():
+        for what, errors in errors_by_length()[name].items():
             fewest = min(errors)
             before = max(errors[fewest], declared / 2)
             found += [what for tokens, error in errors.items()
@@ -74,5 +74,5 @@ def test_declared_error_growth_covers_the_committed_results(name):
         return found
 
     assert growth is not None
-    assert not beyond(growth)
-    assert growth < 1.5 or beyond(1.0), "it could declare less"
+    assert not errors_beyond_growth(growth)
+    assert growth < 1.5 or errors_beyond_growth(1.0), "it could declare less"

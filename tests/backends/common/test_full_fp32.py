@@ -12,7 +12,7 @@ MATMUL = torch.backends.cuda.matmul
 
 
 @pytest.fixture(params=["none", "ieee", "tf32"])
-def before(request: pytest.FixtureRequest) -> Iterator[str]:
+def program_setting(request: pytest.FixtureRequest) -> Iterator[str]:
     """What the program has set."""
     default = MATMUL.fp32_precision
     MATMUL.fp32_precision = request.param
@@ -20,8 +20,8 @@ def before(request: pytest.FixtureRequest) -> Iterator[str]:
     MATMUL.fp32_precision = default
 
 
-def test_full_fp32_is_set_explicitly_on_a_gpu(before: str) -> None:
+def test_full_fp32_is_set_explicitly_on_a_gpu(program_setting: str) -> None:
     """The default follows environment variables there, such as TORCH_ALLOW_TF32_CUBLAS_OVERRIDE."""
     with full_fp32(SimpleNamespace(is_cuda=True)):
         assert MATMUL.fp32_precision == "ieee"
-    assert MATMUL.fp32_precision == before
+    assert MATMUL.fp32_precision == program_setting

@@ -36,7 +36,7 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
 @settings(max_examples=examples(14, 200))
 def test_each_row_has_the_result_of_its_tokens_alone(batch: Documents, name: str) -> None:
     forward, backward = FORWARDS[name], fa4.Fa4Backward("bf16")
-    for found, alone in zip(answers(batch, forward, backward), batch.alone(forward, backward), strict=True):
+    for found, alone in zip(answers(batch, forward, backward), batch.run_alone(forward, backward), strict=True):
         for x, y in zip(found, alone, strict=True):
             torch.testing.assert_close(x.float(), y.float(), rtol=0.02, atol=1e-3)
 
@@ -45,7 +45,7 @@ def test_each_row_has_the_result_of_its_tokens_alone(batch: Documents, name: str
 def test_quantised_rows_keep_the_layout_of_the_tensors(padding: str) -> None:
     """A backward of another backend reads them beside the lengths of the rows."""
     batch = Documents(((30, 30), (7, 7)), heads=(4, 2), padding=padding)
-    whole, lengths, spec = batch.together(batch.parts())
+    whole, lengths, spec = batch.batched(batch.parts())
     operands = FORWARDS["fa3:fp8"].prepare(Inputs(*whole[:3], lengths), spec)
     for x, given_ in zip((operands.q, operands.k, operands.v), whole, strict=False):
         assert isinstance(x, Quantised)
@@ -58,18 +58,18 @@ def test_token_indices_are_computed_once_until_the_lengths_change(monkeypatch: p
     made, find = [], unpadding._side_of
     monkeypatch.setattr(unpadding, "_side_of", lambda *given: made.append(given) or find(*given))
     batch = Documents(((30, 30), (7, 7)), padding="left")
-    whole, lengths, spec = batch.together(batch.parts())
+    whole, lengths, spec = batch.batched(batch.parts())
     spec, forward = spec.replace(direction="forward"), FORWARDS["fa4:bf16"]
 
-    def out(given: Lengths) -> torch.Tensor:
+    def output_for(given: Lengths) -> torch.Tensor:
         return forward.run(forward.prepare(Inputs(*whole[:3], given), spec)).out
 
-    before = out(lengths)
-    assert torch.equal(out(lengths), before)
+    before = output_for(lengths)
+    assert torch.equal(output_for(lengths), before)
     assert len(made) == 2
     assert lengths.q is not None
     lengths.q[0] = 12
-    assert not out(lengths)[0, :, :-12].any()
+    assert not output_for(lengths)[0, :, :-12].any()
     assert len(made) == 3
     del lengths, made[:]
     gc.collect()

@@ -8,7 +8,7 @@ from problems import every_mask
 from attnbench.backends.common.windows import Window, bottom_right, flash2_window
 
 
-def literally(window: Window, sq: int) -> tuple[int, int]:
+def expected_window(window: Window, sq: int) -> tuple[int, int]:
     return window.left, window.right
 
 
@@ -24,7 +24,7 @@ def flash_3(window: Window, sq: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("made", "read"), [(bottom_right, literally), (bottom_right, flash_3), (flash2_window, flash_2)]
+    ("made", "read"), [(bottom_right, expected_window), (bottom_right, flash_3), (flash2_window, flash_2)]
 )
 def test_a_window_shows_each_query_the_keys_of_the_mask(made: Callable, read: Callable) -> None:
     served = refused = 0

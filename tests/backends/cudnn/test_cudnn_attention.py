@@ -67,7 +67,7 @@ def test_sequences_of_a_batch_have_the_results_that_they_have_alone(backend: Bac
     forward, backward = forward_of(backend, "bf16"), backward_of(backend, "bf16")
     if backend is te.BACKEND:
         batch, backward = replace(batch, padding=None), None
-    for found, alone in zip(answers(batch, forward, backward), batch.alone(forward, backward), strict=True):
+    for found, alone in zip(answers(batch, forward, backward), batch.run_alone(forward, backward), strict=True):
         for x, y in zip(found, alone, strict=True):
             torch.testing.assert_close(x.float(), y.float(), rtol=1e-2, atol=1e-3)
 

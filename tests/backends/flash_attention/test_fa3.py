@@ -50,7 +50,7 @@ def forget() -> None:
     fa3_origins._loaded.cache_clear()
 
 
-def official(**flags: bool) -> dict[str, dict[str, object]]:
+def official_modules(**flags: bool) -> dict[str, dict[str, object]]:
     changed = {f"FLASHATTENTION_DISABLE_{name}": off for name, off in flags.items()}
     return {"flash_attn_interface": {}, "flash_attn_config": {"CONFIG": {"build_flags": CONFIG | changed}}}
 
@@ -61,7 +61,7 @@ def test_sixteen_bit_kernels_agree_with_dense_fp64(problem: Problem, foreign: bo
     """Forward through both schemas, backward through the official one, after its own and an exact forward."""
     spec = problem.spec
     forget()
-    with standins.modules(**(SGLANG if sglang else official())):
+    with standins.modules(**(SGLANG if sglang else official_modules())):
         forward, backward = FORWARDS[f"fa3:{spec.dtype}"], BACKWARDS[f"fa3:{spec.dtype}"]
         assume(not forward.refusals(spec, H200))
         served = assert_both_passes_agree(forward, backward, problem, H200, foreign)
@@ -131,17 +131,17 @@ def test_padded_head_dimensions_match_the_library(d: int, dv: int, fp8: bool, ba
 def test_features_missing_from_the_build_are_refused(flag: str, name: str, changes: dict[str, object]) -> None:
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=16, head_dim=64).replace(**changes)
     kernel = BACKWARDS[name] if flag == "BACKWARD" else FORWARDS[name]
-    with standins.modules(**official()):
+    with standins.modules(**official_modules()):
         assert kernel.refusals(spec, H200) == []
     forget()
-    with standins.modules(**official(**{flag: True})):
+    with standins.modules(**official_modules(**{flag: True})):
         assert "the build from official has no" in kernel.refusals(spec, H200)[0]
 
 
 def test_the_first_installed_origin_is_used_unless_another_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     found = fa3.BACKEND.availability()
     assert (found.ok, found.install) == (False, fa3_origins.INSTALL)
-    with standins.modules(**SGLANG, **official()):
+    with standins.modules(**SGLANG, **official_modules()):
         forget()
         assert fa3.BACKEND.availability().origin == "official"
         monkeypatch.setenv(fa3_origins.VARIABLE, "sglang")
@@ -155,7 +155,7 @@ def test_the_first_installed_origin_is_used_unless_another_is_named(monkeypatch:
     assert "without CUDA" in (fa3.BACKEND.availability().reason or "")
 
 
-def wheel(folder: Path, name: str, module: str, source: str) -> None:
+def install_wheel(folder: Path, name: str, module: str, source: str) -> None:
     """What pip leaves of a wheel that holds one module."""
     (folder / f"{module}.py").write_text(source)
     facts = folder / f"{name.replace('-', '_')}-3.1.dist-info"
@@ -170,7 +170,7 @@ def wheel(folder: Path, name: str, module: str, source: str) -> None:
 def test_a_renamed_distribution_is_not_official(
     distribution: str, origin: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    wheel(tmp_path, distribution, "flash_attn_interface", "")
+    install_wheel(tmp_path, distribution, "flash_attn_interface", "")
     monkeypatch.syspath_prepend(tmp_path)
     found = fa3.BACKEND.availability()
     assert (found.ok, found.version, found.origin) == (True, "3.1", origin), found.reason
@@ -184,7 +184,7 @@ def test_a_prebuilt_wheel_that_does_not_fit_this_cuda_is_unavailable(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     lacking = "libcudart.so.13: cannot open shared object file"
-    wheel(tmp_path, "tokenspeed-fa3", "flash_attn_interface", f"raise ImportError({lacking!r})")
+    install_wheel(tmp_path, "tokenspeed-fa3", "flash_attn_interface", f"raise ImportError({lacking!r})")
     monkeypatch.syspath_prepend(tmp_path)
     found = fa3.BACKEND.availability()
     assert not found.ok
@@ -242,7 +242,7 @@ def test_an_operator_with_another_schema_is_an_error() -> None:
 def test_a_backward_after_fp8_uses_the_quantised_operands() -> None:
     spec = AttentionSpec.make(batch=1, heads=4, kv_heads=2, seqlen_q=24, head_dim=32, direction="training")
     q, k, v, grad = Problem(spec, "bhsd", False, 0).tensors()
-    with standins.modules(**official()):
+    with standins.modules(**official_modules()):
         operands = FORWARDS["fa3:fp8"].prepare(Inputs(q, k, v), spec)
         result = FORWARDS["fa3:fp8"].run(operands)
         found = BACKWARDS["fa3:bf16"].run(Saved(operands, *result), grad)

@@ -38,7 +38,7 @@ def spec_of(seqlen_q: int, seqlen_kv: int, mask: Mask, **more: object) -> Attent
     return AttentionSpec.make(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, mask=mask, **sizes)
 
 
-def out_of(spec: AttentionSpec, strided: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def run_flex(spec: AttentionSpec, strided: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """What flex makes of normal tensors, and the truth."""
     q, k, v, _ = Problem(spec, "bhsd", strided, 0).tensors()
     forward = FORWARDS[f"flex:{spec.dtype}"]
@@ -77,7 +77,7 @@ def test_more_programs_than_dynamos_limit_run_compiled_and_agree_with_fp64(
     torch._dynamo.utils.counters.clear()
     for spec in specs:
         with torch._dynamo.config.patch(recompile_limit=kept):
-            out, truth = out_of(spec)
+            out, truth = run_flex(spec)
         assert relative_l2(out, truth) <= FORWARDS[f"flex:{spec.dtype}"].declared_error, str(spec)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > kept
     spec = specs[-2]
@@ -94,17 +94,17 @@ def test_more_programs_than_dynamos_limit_run_compiled_and_agree_with_fp64(
 def test_exceeding_the_limit_of_compilations_raises_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     monkeypatch.setattr(flex, "_PROGRAMS", 1)
-    out_of(spec_of(64, 64, Mask()))
+    run_flex(spec_of(64, 64, Mask()))
     with pytest.raises(Exception, match="fullgraph"):
-        out_of(spec_of(64, 64, Mask(), heads=2))
+        run_flex(spec_of(64, 64, Mask(), heads=2))
 
 
 @needs_avx2
 def test_other_windows_lengths_and_caps_reuse_the_program() -> None:
     torch._dynamo.reset()
-    out_of(spec_of(130, 257, Mask(left=7, right=3), softcap=2.0))
+    run_flex(spec_of(130, 257, Mask(left=7, right=3), softcap=2.0))
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    out, truth = out_of(spec_of(140, 399, Mask(left=90, right=0), softcap=0.4))
+    out, truth = run_flex(spec_of(140, 399, Mask(left=90, right=0), softcap=0.4))
     assert relative_l2(out, truth) <= 0.01
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
 
@@ -151,7 +151,7 @@ def test_blocks_of_a_long_window_are_computed_without_a_dense_mask() -> None:
 @settings(max_examples=examples(30, 200))
 def test_blocks_of_a_packed_batch_hide_other_sequences(batch: Documents) -> None:
     queries, keys = (sum(side) for side in zip(*batch.lengths, strict=True))
-    whole, lengths, spec = batch.together(batch.parts())
+    whole, lengths, spec = batch.batched(batch.parts())
     sees = torch.zeros(queries, keys, dtype=torch.bool)
     for own in lengths.sequences(spec, whole[0], whole[1]):
         for row in range(own.spec.seqlen_q):
@@ -170,7 +170,7 @@ def test_blocks_of_a_packed_batch_hide_other_sequences(batch: Documents) -> None
 
 def test_blocks_of_a_batch_are_cached_until_its_lengths_change() -> None:
     batch = Documents(((100, 100), (30, 30)))
-    _, lengths, spec = batch.together(batch.parts())
+    _, lengths, spec = batch.batched(batch.parts())
     starts = lengths.starts[0]
     lengths = replace(lengths, kv=starts)
     kept = packed_blocks(spec.mask, lengths, 130, 130)
@@ -187,7 +187,7 @@ def test_packed_sequences_have_the_results_that_they_have_alone(mask: Mask) -> N
     cases = (((130, 257), (0, 4), (1, 1)), None), (((200, 40), (7, 7)), "left"), (((3, 0), (64, 300), (9, 9)), "right")
     for pairs, padding in cases:
         batch = Documents(pairs, mask, padding=padding)
-        whole, lengths, spec = batch.together(batch.parts())
+        whole, lengths, spec = batch.batched(batch.parts())
         spec = spec.replace(direction="forward")
         forward = FORWARDS["flex:bf16"]
         assert forward.refusals(spec, CPU) == []

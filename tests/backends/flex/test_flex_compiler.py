@@ -21,23 +21,23 @@ KERNEL = next(k for k in flex.BACKEND.kernels if isinstance(k, ForwardKernel) an
 Change = Callable[[pytest.MonkeyPatch, Path], None]
 
 
-def without(compiler: str) -> Change:
+def with_compiler(compiler: str) -> Change:
     return lambda patch, folder: patch.setenv("CXX", compiler)
 
 
-def spaced_torch(patch: pytest.MonkeyPatch, folder: Path) -> None:
+def torch_path_with_space(patch: pytest.MonkeyPatch, folder: Path) -> None:
     patch.setattr(torch, "__path__", [str(folder / "a b")])
 
 
-def spaced_python(patch: pytest.MonkeyPatch, folder: Path) -> None:
+def python_path_with_space(patch: pytest.MonkeyPatch, folder: Path) -> None:
     patch.setattr("sysconfig.get_path", lambda name: str(folder / "a b"))
 
 
-def spaced_cache(patch: pytest.MonkeyPatch, folder: Path) -> None:
+def cache_path_with_space(patch: pytest.MonkeyPatch, folder: Path) -> None:
     patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "a b"))
 
 
-def no_folder(patch: pytest.MonkeyPatch, folder: Path) -> None:
+def no_cache_folder(patch: pytest.MonkeyPatch, folder: Path) -> None:
     (folder / "file").write_text("")
     patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "file" / "folder"))
 
@@ -56,15 +56,15 @@ def no_triton(patch: pytest.MonkeyPatch, folder: Path) -> None:
     ("change", "device", "said"),
     [
         *(
-            pytest.param(without(compiler), CPU, "g++", marks=needs_avx2)
+            pytest.param(with_compiler(compiler), CPU, "g++", marks=needs_avx2)
             for compiler in ("no-such-compiler", "false", "/dev/null")
         ),
-        (spaced_torch, CPU, "no torch with a space in its path, {folder}/a b"),
-        (spaced_python, CPU, "no Python with a space in its path, {folder}/a b"),
-        (spaced_cache, CPU, "{folder}/a b; name another in TORCHINDUCTOR_CACHE_DIR"),
+        (torch_path_with_space, CPU, "no torch with a space in its path, {folder}/a b"),
+        (python_path_with_space, CPU, "no Python with a space in its path, {folder}/a b"),
+        (cache_path_with_space, CPU, "{folder}/a b; name another in TORCHINDUCTOR_CACHE_DIR"),
         (lower_capability, CPU, "ATEN_CPU_CAPABILITY"),
         (no_triton, H200, "needs Triton"),
-        *((no_folder, device, "cannot write its cache folder") for device in (CPU, H200)),
+        *((no_cache_folder, device, "cannot write its cache folder") for device in (CPU, H200)),
     ],
 )
 def test_a_machine_that_cannot_compile_gets_a_refusal_that_names_what_is_missing(

@@ -30,7 +30,7 @@ from attnbench.backends.triton.forward.tiles import Tile
 
 
 @pytest.fixture
-def own() -> Iterator[pytest.MonkeyPatch]:
+def tritons_interpreter() -> Iterator[pytest.MonkeyPatch]:
     """Triton's own interpreter, until what this yields is undone."""
     with pytest.MonkeyPatch.context() as patch:
         for owner, name, _ in quicker_parts():

@@ -42,7 +42,7 @@ OTHERS = [
 def test_quantisation_kernels_of_every_recipe_compile(
     cases: list[tuple[str, str, str, int, int]], tmp_path: Path
 ) -> None:
-    assert json_output_of(QUANTISE, folder=tmp_path, said=cases) == [2 if case[0] == "head" else 1 for case in cases]
+    assert json_output_of(QUANTISE, folder=tmp_path, stdin=cases) == [2 if case[0] == "head" else 1 for case in cases]
 
 
 PACKED = """

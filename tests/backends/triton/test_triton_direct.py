@@ -126,12 +126,12 @@ def test_launches_with_profiler_hooks_are_left_to_triton(name: str, monkeypatch:
     assert not start((16, 32))
 
 
-def _strange(compiled: Compiled) -> None:
+def _unknown_argument(compiled: Compiled) -> None:
     compiled._run = lambda *given: None
 
 
 CHANGES: dict[str, tuple[Callable[[Compiled], None], Any]] = {
-    "another launcher": (_strange, META),
+    "another launcher": (_unknown_argument, META),
     "no function of Python around the C function": (lambda compiled: vars(compiled.run).update(launch=len), META),
     "memory of its own": (lambda compiled: vars(compiled.run).update(global_scratch_size=8), META),
     "memory for a profiler": (lambda compiled: vars(compiled.run).update(profile_scratch_size=8), META),

@@ -58,7 +58,7 @@ def forward(name: str, tile: Tile | None = None) -> backend.TritonForward:
     return named[name](tile) if name in named else backend.TritonForward(name, tile)
 
 
-def agrees(operands: Operands, result: Result) -> None:
+def assert_agrees(operands: Operands, result: Result) -> None:
     """With exact attention on the operands, up to the rounding of P: relative to attention on |V|, not a mere norm."""
     spec = operands.spec
     q, k, v = operands.tensors(torch.float64)
@@ -77,11 +77,11 @@ def tensors(spec: AttentionSpec) -> list[torch.Tensor]:
     return tensors_of(Problem(spec, "bhsd", False, 0))[:3]
 
 
-def ran(kernel: ForwardKernel, inputs: Sequence[Tensor | Quantised], spec: AttentionSpec) -> Result:
+def run_and_check(kernel: ForwardKernel, inputs: Sequence[Tensor | Quantised], spec: AttentionSpec) -> Result:
     """What the kernel answers, which is exact attention on its operands."""
     operands = kernel.prepare(Inputs.of(inputs), spec)
     result = kernel.run(operands)
-    agrees(operands, result)
+    assert_agrees(operands, result)
     return result
 
 
@@ -95,7 +95,7 @@ def test_the_kernel_agrees_with_exact_attention_on_its_quantised_operands(
     inputs = tensors_of(problem)[:3]
     assert kernel.refusals(spec, CPU) == []
     before = [x.clone() for x in inputs]
-    assert ran(kernel, inputs, spec).out.dtype == inputs[0].dtype
+    assert run_and_check(kernel, inputs, spec).out.dtype == inputs[0].dtype
     assert all(torch.equal(x, old) for x, old in zip(inputs, before, strict=True))
 
 
@@ -121,7 +121,7 @@ _LENGTHS = [(70, 199), (200, 70), (1, 150), (128, 192)]
 def test_skipped_masked_and_full_blocks_of_keys_agree_with_fp64(mask: Mask, case: tuple[str, tuple[int, int]]) -> None:
     name, lengths = case
     spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=lengths[0], seqlen_kv=lengths[1], head_dim=64, mask=mask)
-    ran(forward(name, Tile(64, 64, 4, 2)), tensors(spec), spec)
+    run_and_check(forward(name, Tile(64, 64, 4, 2)), tensors(spec), spec)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_all_head_dimensions_agree_with_fp64(sizes: tuple[int, int], tma: bool) 
         batch=1, heads=2, kv_heads=1, seqlen_q=33, seqlen_kv=50, head_dim=head_dim, head_dim_v=head_dim_v,
         mask=Mask(right=0, alignment="bottom-right"), softcap=5.0,
     )  # fmt: skip
-    ran(backend.TritonForward("fp8", Tile(32, 32, 4, 2, tma=tma)), tensors(spec), spec)
+    run_and_check(backend.TritonForward("fp8", Tile(32, 32, 4, 2, tma=tma)), tensors(spec), spec)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_all_scales_agree_with_fp64(scale: float, softcap: float, name: str) -> 
         batch=1, heads=1, seqlen_q=70, seqlen_kv=40, head_dim=64, scale=scale, softcap=softcap,
         mask=Mask(right=0, alignment="bottom-right"),
     )  # fmt: skip
-    ran(forward(name), tensors(spec), spec)
+    run_and_check(forward(name), tensors(spec), spec)
 
 
 @given(
@@ -172,7 +172,7 @@ def test_descales_of_any_size_are_used(
         back = [order.index(axis) for axis in range(4)]
         data = x.data.view(torch.uint8).permute(order).contiguous().permute(back).view(torch.float8_e4m3fn)
         inputs.append(Quantised(data, 2.0**exponent, granularity))
-    assert ran(backend.TritonForward("fp8", tile), inputs, spec).out.dtype == torch.bfloat16
+    assert run_and_check(backend.TritonForward("fp8", tile), inputs, spec).out.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(("name", "safe"), [("fp8-token-hadamard", True), ("fp8-head", False)])
@@ -208,7 +208,7 @@ def test_every_program_computes_a_different_block(heads_in_turn: int, monkeypatc
     monkeypatch.setattr(triton_forward, "layout_of", triton_forward.layout_of.__wrapped__)  # no section is kept
     monkeypatch.setattr(triton_plan, "plan", triton_plan.plan.__wrapped__)
     spec = AttentionSpec.make(batch=2, heads=3, seqlen_q=40, head_dim=64, mask=Mask(right=0))
-    ran(backend.TritonForward("fp8", Tile(16, 32, 4, 2)), tensors(spec), spec)
+    run_and_check(backend.TritonForward("fp8", Tile(16, 32, 4, 2)), tensors(spec), spec)
 
 
 def test_a_gpu_is_refused_under_the_interpreter_and_a_cpu_without(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +235,7 @@ def test_tensors_that_are_not_plain_are_an_error() -> None:
     ):
         with pytest.raises(InputError, match=sentence):
             kernel.prepare(Inputs.of(wrong), spec)
-    ran(kernel, (rotated, rotated, plain), spec)
+    run_and_check(kernel, (rotated, rotated, plain), spec)
 
 
 def test_kernel_names_select_their_recipes() -> None:

@@ -48,7 +48,7 @@ def forget() -> None:
                 each.cache_clear()
 
 
-class Started(NamedTuple):
+class RecordedLaunch(NamedTuple):
     """A launch, and what it was called with."""
 
     launch: Launch
@@ -62,10 +62,10 @@ class Started(NamedTuple):
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
+def recorded_launches(monkeypatch: pytest.MonkeyPatch) -> list[RecordedLaunch]:
     """Every launch from here on, none of which runs."""
-    found: list[Started] = []
-    monkeypatch.setattr(Launch, "__call__", lambda *said: found.append(Started(*said)))
+    found: list[RecordedLaunch] = []
+    monkeypatch.setattr(Launch, "__call__", lambda *said: found.append(RecordedLaunch(*said)))
     return found
 
 
@@ -100,7 +100,7 @@ DESCALES: dict[str, Change] = {
 }
 
 
-def variants() -> list[tuple[str, Saved, Tensor]]:
+def layout_variants() -> list[tuple[str, Saved, Tensor]]:
     """One question in many layouts; those that share a scale of one head with another are other questions."""
     spec, (q, k, v, grad) = make(70, 90, batch=2, heads=4, kv_heads=2, head_dim=64, mask=Mask(right=0))
     plain = saved(spec, q, k, v, (HEAD,) * 3)
@@ -126,9 +126,9 @@ def variants() -> list[tuple[str, Saved, Tensor]]:
     return found
 
 
-def check(run: Callable[[Saved, Tensor], object], started: list[Started]) -> None:
+def check(run: Callable[[Saved, Tensor], object], started: list[RecordedLaunch]) -> None:
     """Each variant starts what it would as the first of a process, and no launch starts two kinds of memory."""
-    cases, wanted = variants(), []
+    cases, wanted = layout_variants(), []
     for _, given, grad in cases:
         forget()
         started.clear()
@@ -151,24 +151,24 @@ def check(run: Callable[[Saved, Tensor], object], started: list[Started]) -> Non
 @pytest.mark.parametrize("narrow", [False, True], ids=["wide", "narrow"])
 @pytest.mark.parametrize("hopper", [False, True])
 def test_a_cached_backward_launch_is_not_used_for_another_memory_layout(
-    narrow: bool, hopper: bool, started: list[Started], monkeypatch: pytest.MonkeyPatch
+    narrow: bool, hopper: bool, recorded_launches: list[RecordedLaunch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if hopper:
         pytest.importorskip("triton", minversion="3.6")
         monkeypatch.setattr(forward_hopper_launch, "runs_on", lambda device: True)
     tile = Tile(64, 64, 4, 2, Ring(64, 4))
     kernel = TritonBackward("triton:fp8", narrow=narrow, declared_error=0.1, tiles=Tiles(tile, tile, not narrow))
-    check(kernel.run, started)
+    check(kernel.run, recorded_launches)
 
 
-def test_a_cached_forward_launch_is_not_used_for_another_memory_layout(started: list[Started]) -> None:
+def test_a_cached_forward_launch_is_not_used_for_another_memory_layout(recorded_launches: list[RecordedLaunch]) -> None:
     kernel = TritonForward("fp8-head", FORWARD_TILE)
 
     def run(given: Saved, _: Tensor) -> None:
         operands = given.operands
         kernel.run(kernel.prepare(Inputs(operands.q, operands.k, operands.v), _e4m3_spec(given.spec)))
 
-    check(run, started)
+    check(run, recorded_launches)
 
 
 @pytest.mark.parametrize("operand", "qkv")
@@ -181,18 +181,18 @@ def test_rows_that_tma_cannot_read_are_copied(operand: str) -> None:
     assert all(torch.equal(x, y) for x, y in zip(found, kernel.run(plain, grad), strict=True))
 
 
-def test_equal_calls_reuse_their_launches(started: list[Started]) -> None:
+def test_equal_calls_reuse_their_launches(recorded_launches: list[RecordedLaunch]) -> None:
     """A new launch costs several times what one that is known does."""
     kernel = TritonBackward("triton:fp8", narrow=False, declared_error=0.1, tiles=Tiles(TILE, TILE))
     forward_ = TritonForward("fp8", FORWARD_TILE)
     spec, (q, k, v, grad) = make(70, 90, head_dim=64)
     found = []
     for _ in range(2):
-        started.clear()
+        recorded_launches.clear()
         operands = forward_.prepare(Inputs(q.clone(), k.clone(), v.clone()), spec)
         result = forward_.run(operands)
         kernel.run(Saved(operands, result.out, result.lse), grad.clone())
-        found.append([each.launch for each in started])
+        found.append([each.launch for each in recorded_launches])
     assert len(found[0]) > 4
     assert [id(x) for x in found[0]] == [id(x) for x in found[1]]
 

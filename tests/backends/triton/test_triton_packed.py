@@ -83,7 +83,7 @@ def hopper() -> Iterator[None]:
         yield
 
 
-def alike(found: Answer, alone: Answer, off: float) -> bool:
+def is_close(found: Answer, alone: Answer, off: float) -> bool:
     """Relative L2 at most ``off``, and the same bits where that is 0; minus infinity at the same places."""
     for x, y in zip(found, alone, strict=True):
         hidden = y == -torch.inf
@@ -95,20 +95,20 @@ def alike(found: Answer, alone: Answer, off: float) -> bool:
     return True
 
 
-def allowed(forward: TritonForward, narrow: bool = False) -> float:
+def allowed_error(forward: TritonForward, narrow: bool = False) -> float:
     """A sequence of one token alone has a scale for all its keys, not one for each: other roundings of dS."""
     return 0.0 if forward.recipe.granularity in ("tensor", "head") else 0.06 if narrow else 0.01
 
 
-def same(found: Answer, wanted: Answer) -> bool:
+def is_equal(found: Answer, wanted: Answer) -> bool:
     return all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
 
 
 @settings(max_examples=examples(6, 100), deadline=None, phases=PHASES)
 @given(BATCHES, st.sampled_from([*FORWARDS, TritonWideScores(TILE), TritonOnePass(TILE)]))
 def test_each_sequence_has_the_result_that_it_has_alone(batch: Documents, forward: TritonForward) -> None:
-    for found, alone in zip(answers(batch, forward), batch.alone(forward), strict=True):
-        assert alike(found, alone, allowed(forward))
+    for found, alone in zip(answers(batch, forward), batch.run_alone(forward), strict=True):
+        assert is_close(found, alone, allowed_error(forward))
 
 
 @settings(max_examples=examples(6, 60), deadline=None, phases=PHASES)
@@ -116,8 +116,8 @@ def test_each_sequence_has_the_result_that_it_has_alone(batch: Documents, forwar
 def test_each_sequence_has_the_gradients_that_it_has_alone(
     batch: Documents, forward: TritonForward, backward: TritonBackward
 ) -> None:
-    for found, alone in zip(answers(batch, forward, backward), batch.alone(forward, backward), strict=True):
-        assert alike(found, alone, allowed(forward, backward.narrow))
+    for found, alone in zip(answers(batch, forward, backward), batch.run_alone(forward, backward), strict=True):
+        assert is_close(found, alone, allowed_error(forward, backward.narrow))
 
 
 @pytest.mark.usefixtures("hopper")
@@ -146,8 +146,8 @@ def test_hopper_kernels_give_each_sequence_the_result_that_it_has_alone(
     """dQ is added up in bf16 in the order in which programs come."""
     batch = Documents(lengths, mask, **{**WIDE, **(how or {})})
     backward = None if how is None else FUSED
-    for found, alone in zip(answers(batch, forward, backward), batch.alone(forward, backward), strict=True):
-        assert same((*found[:2], *found[3:]), (*alone[:2], *alone[3:]))
+    for found, alone in zip(answers(batch, forward, backward), batch.run_alone(forward, backward), strict=True):
+        assert is_equal((*found[:2], *found[3:]), (*alone[:2], *alone[3:]))
         assert how is None or (found[2] - alone[2]).float().norm() <= 0.01 * alone[2].float().norm()
 
 
@@ -157,8 +157,8 @@ def test_sequences_are_isolated_when_the_plain_kernel_uses_a_hopper_tile(kind: t
     tile = Tile(128, 256, 4, 2, interleaved=True, hopper=True)
     forward = kind("fp8-head", tile) if kind is TritonForward else TritonOnePass(tile)
     batch = Documents(((20, 20), (130, 130), (9, 9)), Mask(right=0), softcap=2.0, heads=(1, 1))
-    for found, alone in zip(answers(batch, forward), batch.alone(forward), strict=True):
-        assert alike(found, alone, allowed(forward))
+    for found, alone in zip(answers(batch, forward), batch.run_alone(forward), strict=True):
+        assert is_close(found, alone, allowed_error(forward))
 
 
 @pytest.mark.usefixtures("hopper")
@@ -172,8 +172,8 @@ def test_nonfinite_values_stay_in_their_sequence(pair: Pair, what: float) -> Non
     for x in parts[1]:
         x.fill_(what)
     spoilt = answers(batch, forward, backward, parts)
-    assert same(spoilt[0], whole[0])
-    assert same(spoilt[2], whole[2])
+    assert is_equal(spoilt[0], whole[0])
+    assert is_equal(spoilt[2], whole[2])
     assert not torch.isfinite(spoilt[1][0]).all()
 
 
@@ -188,8 +188,8 @@ def test_keys_without_queries_get_zero_gradients_and_have_no_effect(pair: Pair) 
         x.fill_(torch.nan)
     spoilt = answers(batch, forward, backward, parts)
     assert not any(bool(x.count_nonzero()) for x in spoilt[1][3:])
-    assert same(spoilt[0], whole[0])
-    assert same(spoilt[2], whole[2])
+    assert is_equal(spoilt[0], whole[0])
+    assert is_equal(spoilt[2], whole[2])
 
 
 @pytest.mark.usefixtures("hopper")
@@ -197,15 +197,15 @@ def test_keys_without_queries_get_zero_gradients_and_have_no_effect(pair: Pair) 
 def test_keys_after_a_sequence_are_not_read_as_part_of_it(spoilt: str) -> None:
     """The interpreter gives what is not finite a scale that is not, a GPU writes NaN in e4m3."""
     batch = Documents(((70, 70), (40, 40), (135, 135)), Mask(right=0), **WIDE)
-    (q, k, v, grad), lengths, spec = batch.together(batch.parts())
+    (q, k, v, grad), lengths, spec = batch.batched(batch.parts())
     forward = TritonForward("fp8-head", PERSISTENT)
     operands = forward.prepare(Inputs(q, k, v, lengths), spec)
     saved = Saved(operands.kept(), *forward.run(operands))
-    whole = batch.apart((q, q, *FUSED.run(saved, grad)))
+    whole = batch.split((q, q, *FUSED.run(saved, grad)))
     getattr(saved.operands, spoilt).data.view(torch.uint8)[:, :, 70:110] = 0x7F
-    found = batch.apart((q, q, *FUSED.run(saved, grad)))
-    assert same(found[0], whole[0])
-    assert same(found[2], whole[2])
+    found = batch.split((q, q, *FUSED.run(saved, grad)))
+    assert is_equal(found[0], whole[0])
+    assert is_equal(found[2], whole[2])
     assert bool(found[1][2].isnan().any())
 
 
@@ -214,11 +214,11 @@ def test_keys_after_a_sequence_are_not_read_as_part_of_it(spoilt: str) -> None:
 def test_queries_without_keys_give_zeros_for_any_values_in_their_slot(head_dim_v: int) -> None:
     """The kernel reads one block of a sequence that has none, with weights of 0."""
     batch = Documents(((70, 70), (30, 0)), Mask(), head_dim=64, head_dim_v=head_dim_v)
-    (q, k, v, _), lengths, spec = batch.together(batch.parts())
+    (q, k, v, _), lengths, spec = batch.batched(batch.parts())
     forward = TritonForward("fp8", PERSISTENT)
     operands = forward.prepare(Inputs(q, k, v, lengths), spec)
     operands.native.given.v.view(torch.uint8)[..., 128:] = 0x7F  # NaN from the second slot on
-    out, lse = batch.apart(forward.run(operands)[:2])[1]
+    out, lse = batch.split(forward.run(operands)[:2])[1]
     assert torch.equal(out, torch.zeros_like(out))
     assert bool((lse == -torch.inf).all())
 
@@ -227,11 +227,11 @@ def test_queries_without_keys_give_zeros_for_any_values_in_their_slot(head_dim_v
 def test_programs_restore_the_table_of_tiles() -> None:
     """They draw its tiles, and the next launch draws them again."""
     batch = Documents(((130, 130), (3, 3)), Mask(right=0), **WIDE)
-    (q, k, v, _), lengths, spec = batch.together(batch.parts())
+    (q, k, v, _), lengths, spec = batch.batched(batch.parts())
     forward = TritonForward("fp8-head", PERSISTENT)
     operands = forward.prepare(Inputs(q, k, v, lengths), spec)
     first, again = forward.run(operands), forward.run(operands)
-    assert same(first[:2], again[:2])
+    assert is_equal(first[:2], again[:2])
     assert operands.native.tiles[0, :3].tolist() == [3, 0, 0]
 
 

@@ -41,7 +41,7 @@ def expected(x, recipe, group=1):
     return type(whole)(whole.data.reshape(x.shape), descale, "head")
 
 
-def complete(result, length):
+def assert_transposed_matches(result, length):
     """The transposed copy holds what the rows hold, and zeros behind."""
     assert result.transposed.is_contiguous()
     assert result.transposed.shape[3] == math.ceil(length / 128) * 128
@@ -90,7 +90,7 @@ def test_quantisation_equals_the_definition_bit_for_bit(
         assert found.data.data_ptr() % 16 == 0
     if transposed:
         assert found.interleaved == interleaved
-        complete(found, s)
+        assert_transposed_matches(found, s)
     else:
         assert found.transposed is None
 
@@ -101,7 +101,7 @@ def test_blocks_of_any_length_are_quantised_separately(block, dtype):
     x[0, 1, :block] = 0
     (found,) = quantised_together([Request(x, transposed=True)], Recipe("block"), block=block)
     operand = found.operand(Recipe("block"), block=block)
-    complete(found, 300)
+    assert_transposed_matches(found, 300)
     for start in range(0, 300, block):
         part = slice(start, start + block)
         wanted = quantise(x[:, :, part], Recipe("head"))
@@ -148,7 +148,7 @@ def test_rotated_and_smoothed_values_are_within_half_an_ulp(
     back = (operand.dequantised(torch.float64) - x.double()).norm(dim=3)
     assert torch.all(back <= (error.norm(dim=3) + 1e-5 * (x.double().norm(dim=3) + truth.norm(dim=3))))
     if transposed:
-        complete(found, shape[2])
+        assert_transposed_matches(found, shape[2])
 
 
 @pytest.mark.parametrize("rotation", ["none", "hadamard"])
@@ -239,7 +239,7 @@ def test_expanded_tensors_are_read_without_a_copy(axes, granularity):
     wanted = quantise(x.expand(shape), recipe)
     assert torch.equal(bits(found.data.contiguous()), bits(wanted.data.contiguous()))
     assert torch.equal(found.operand(recipe).descale.expand(2, 2, 130, 1), wanted.descale.expand(2, 2, 130, 1))
-    complete(found, 130)
+    assert_transposed_matches(found, 130)
 
 
 def test_the_second_call_copies_nothing_from_the_host(monkeypatch):

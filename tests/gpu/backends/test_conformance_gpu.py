@@ -26,7 +26,7 @@ def check(kernel: ForwardKernel) -> Report:
     return check_backend(name, "cuda", known=Registry([*registry().backends.values(), mine]))
 
 
-class Misbehaving(ForwardKernel):
+class FaultyForward(ForwardKernel):
     """Has the operands of ``reference:fp32``, whose answer it spoils on a GPU."""
 
     declared_error = 0.004
@@ -36,7 +36,7 @@ class Misbehaving(ForwardKernel):
         return registry().forward("reference:fp32").prepare(inputs, spec)
 
 
-class OwnStream(Misbehaving):
+class OwnStream(FaultyForward):
     """Computes on a stream of its own and joins the legacy default stream alone, not the caller's."""
 
     name = "own-stream:fp32"
@@ -50,7 +50,7 @@ class OwnStream(Misbehaving):
         return result
 
 
-class Frozen(Misbehaving):
+class StaleGraph(FaultyForward):
     """Records a graph of the tensors of the call before, which a replay then reads for ever."""
 
     name = "frozen:fp32"
@@ -64,7 +64,7 @@ class Frozen(Misbehaving):
         return registry().forward("reference:fp32").run(operands)
 
 
-class Hasty(Misbehaving):
+class GivesUpWaiting(FaultyForward):
     """Waits half as long again as it takes alone, and then leaves its output as it is."""
 
     name = "hasty:fp32"
@@ -105,11 +105,11 @@ def test_a_late_result_is_found() -> None:
 
 
 def test_a_fault_caused_by_a_neighbour_process_is_found() -> None:
-    assert "shared GPU" in {each.check for each in check(Hasty()).failures}
+    assert "shared GPU" in {each.check for each in check(GivesUpWaiting()).failures}
 
 
 def test_a_graph_that_ignores_new_values_is_found() -> None:
-    assert {each.check for each in check(Frozen()).failures} == {"CUDA graph"}
+    assert {each.check for each in check(StaleGraph()).failures} == {"CUDA graph"}
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ by_both = pytest.mark.parametrize("backend", BACKENDS)
 
 
 @pytest.fixture(autouse=True)
-def present(backend: str) -> None:
+def available_kernel(backend: str) -> None:
     if reason := BACKENDS[backend].availability().reason:
         pytest.skip(reason)
 

@@ -22,7 +22,7 @@ FORWARDS = {k.name: k for family in FAMILIES for k in family.kernels if isinstan
 BACKWARDS = {k.name: k for family in FAMILIES for k in family.kernels if isinstance(k, BackwardKernel)}
 
 
-def present(family: Backend) -> None:
+def available_kernel(family: Backend) -> None:
     reason = family.availability().reason
     if reason is not None:
         pytest.skip(f"{family.name}: {reason}")
@@ -31,12 +31,12 @@ def present(family: Backend) -> None:
 @pytest.mark.parametrize("name", ["fa3:fp8", "fa3-vllm:fp8"])
 @pytest.mark.parametrize("kv_heads", [8, 2])
 def test_descales_of_random_size_are_used(name: str, kv_heads: int) -> None:
-    present(FAMILIES[name.startswith("fa3-vllm")])
+    available_kernel(FAMILIES[name.startswith("fa3-vllm")])
     assert_descales_are_used(FORWARDS[name], kv_heads, lengths=(200, 300), mask=Mask())
 
 
 def test_more_than_2_to_the_31_elements_agree_with_fp64() -> None:
-    present(fa3.BACKEND)
+    available_kernel(fa3.BACKEND)
     assert_many_elements_agree(FORWARDS[name] for name in ("fa3:bf16", "fa3:fp8"))
 
 
@@ -49,7 +49,7 @@ def _called(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
 
 
 def test_a_refused_nonpositive_scale_gives_a_wrong_result() -> None:
-    present(fa3.BACKEND)
+    available_kernel(fa3.BACKEND)
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, head_dim=64, mask=Mask(right=0), scale=-40.0)
     assert "positive scale" in FORWARDS["fa3:bf16"].refusals(spec, describe(DEVICE))[0]
     q, k, v, _ = Truth.of(spec, 0, DEVICE).inputs
@@ -57,7 +57,7 @@ def test_a_refused_nonpositive_scale_gives_a_wrong_result() -> None:
 
 
 def test_a_refused_window_that_ends_before_the_keys_would_be_unlimited() -> None:
-    present(fa3.BACKEND)
+    available_kernel(fa3.BACKEND)
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=9, seqlen_kv=4, head_dim=64, mask=Mask(left=1, right=0))
     assert "last key" in FORWARDS["fa3:bf16"].refusals(spec, describe(DEVICE))[0]
     q, k, v, _ = Truth.of(spec, 0, DEVICE).inputs
@@ -68,7 +68,7 @@ def test_a_refused_window_that_ends_before_the_keys_would_be_unlimited() -> None
 
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_fa4s_refused_fp8_fails(head_dim: int) -> None:
-    present(fa4.BACKEND)
+    available_kernel(fa4.BACKEND)
     spec = AttentionSpec.make(batch=1, heads=4, seqlen_q=256, head_dim=head_dim)
     assert FORWARDS["fa4:fp8"].refusals(spec, describe(DEVICE))
     operands = FORWARDS["fa4:fp8"].prepare(Inputs.of(Truth.of(spec, 0, DEVICE).inputs[:3]), spec)
@@ -78,7 +78,7 @@ def test_fa4s_refused_fp8_fails(head_dim: int) -> None:
 
 def test_fa4s_backward_needs_a_padded_head_dimension(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where this fails, the library has been mended, and its step can be smaller."""
-    present(fa4.BACKEND)
+    available_kernel(fa4.BACKEND)
     spec = AttentionSpec.make(batch=1, heads=4, seqlen_q=256, head_dim=80, direction="training")
     truth = Truth.of(spec, 0, DEVICE)
     forward, backward = FORWARDS["fa4:bf16"], BACKWARDS["fa4:bf16"]

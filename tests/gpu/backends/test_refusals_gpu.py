@@ -24,7 +24,7 @@ BASE = AttentionSpec.make(batch=2, heads=8, seqlen_q=256, head_dim=64, direction
 TYPES = ("bf16", "fp16", "fp32", "fp64")
 
 
-def present(name: str) -> ForwardKernel:
+def available_kernel(name: str) -> ForwardKernel:
     reason = registry().availability(name.partition(":")[0]).reason
     if reason is not None:
         pytest.skip(reason)
@@ -40,7 +40,7 @@ def of_other_types() -> list[str]:
 @pytest.mark.parametrize("name", of_other_types())
 def test_a_kernel_refused_for_its_dtype_fails_or_equals_its_sibling(name: str) -> None:
     """Given bf16 it fails, or it is bit for bit what its sibling of that name is."""
-    kernel, sibling = present(name), registry().forward(f"{name.partition(':')[0]}:bf16")
+    kernel, sibling = available_kernel(name), registry().forward(f"{name.partition(':')[0]}:bf16")
     spec = BASE.replace(direction="forward")
     q, k, v, _ = Truth.of(spec, 0, DEVICE).inputs
     assert kernel.refusals(spec, describe(DEVICE))
@@ -73,7 +73,7 @@ def test_torchs_flash_attention_supports_these_dtypes_only_on_a_cpu(dtype: str) 
 )
 def test_refused_forwards_of_torch_fail_or_give_wrong_results(name: str, changes: dict[str, object]) -> None:
     """A mask that the operator has no argument for comes out as the nearest that it has."""
-    kernel, spec = present(name), BASE.replace(**changes)
+    kernel, spec = available_kernel(name), BASE.replace(**changes)
     assert kernel.refusals(spec, describe(DEVICE))
     truth = Truth.of(spec, 1, DEVICE)
     try:
@@ -94,7 +94,7 @@ def test_refused_forwards_of_torch_fail_or_give_wrong_results(name: str, changes
     ],
 )
 def test_refused_backwards_fail_or_give_wrong_results(name: str, changes: dict[str, object]) -> None:
-    forward, spec = present(name), BASE.replace(**changes)
+    forward, spec = available_kernel(name), BASE.replace(**changes)
     backward: BackwardKernel = registry().backward(name)
     assert forward.refusals(spec, describe(DEVICE)) == []
     assert backward.refusals(spec, describe(DEVICE))
@@ -113,7 +113,7 @@ def test_refused_backwards_fail_or_give_wrong_results(name: str, changes: dict[s
 @pytest.mark.parametrize("name", ["cudnn:fp8", "te:fp8"])
 def test_incomplete_groups_make_only_the_last_queries_wrong(name: str) -> None:
     """Why 16: the rows of dQ up to the last multiple of it are right, and those behind are not."""
-    forward, backward = present(name), registry().backward(name)
+    forward, backward = available_kernel(name), registry().backward(name)
     spec = BASE.replace(head_dim=128, head_dim_v=128, seqlen_q=1000)
     truth = Truth.of(spec, 1, DEVICE)
     operands = forward.prepare(Inputs.of(truth.inputs[:3]), spec)

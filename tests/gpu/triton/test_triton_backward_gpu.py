@@ -60,7 +60,7 @@ def test_the_backward_agrees_with_dense_fp64_on_its_operands(
     assert sweep.served[f"{kernel.name} bwd"] > 10
 
 
-def prepared(spec: AttentionSpec, rotation: str = "none") -> tuple[Saved, Tensor]:
+def prepared_problem(spec: AttentionSpec, rotation: str = "none") -> tuple[Saved, Tensor]:
     """What ``emulated:fp8`` would leave at sizes that no dense truth is computed for: the log-sum-exp is torch's."""
     shape = (spec.batch, spec.seqlen_q, spec.heads, spec.head_dim)
     q, k, v, grad = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16).transpose(1, 2) for _ in range(4))
@@ -74,7 +74,7 @@ def prepared(spec: AttentionSpec, rotation: str = "none") -> tuple[Saved, Tensor
 @pytest.mark.parametrize("mask", [Mask(), Mask(right=0)], ids=str)
 def test_the_backward_is_deterministic_bit_for_bit(kernel: TritonBackward, mask: Mask) -> None:
     spec = AttentionSpec.make(batch=2, heads=8, seqlen_q=3000, head_dim=128, mask=mask, direction="training")
-    saved, grad = prepared(spec)
+    saved, grad = prepared_problem(spec)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         answers = [kernel.run(saved, grad) for _ in range(6)]
@@ -89,7 +89,7 @@ def test_the_backward_is_deterministic_bit_for_bit(kernel: TritonBackward, mask:
 def test_other_tiles_agree_with_fp64(kernel: TritonBackward) -> None:
     """Where this fails for one tile alone, it is the compiler's pipeline that reads too early."""
     spec = AttentionSpec.make(batch=1, heads=4, seqlen_q=1000, head_dim=128, mask=Mask(right=0), direction="training")
-    saved, grad = prepared(spec)
+    saved, grad = prepared_problem(spec)
     truth = dense.dense_gradients(*saved.operands.tensors(torch.float64), grad, spec)
     for m, n, warps in ((64, 128, 8), (64, 64, 4), (128, 64, 8), (32, 128, 8)):
         tile = Tile(m, n, warps, 2)

@@ -29,7 +29,7 @@ def test_each_sequence_has_the_result_that_it_has_alone(name: str, size: int, ma
     forward = TritonForward(name)
     for backward in (WIDE, NARROW):
         for i, (found, alone) in enumerate(
-            zip(answers(batch, forward, backward), batch.alone(forward, backward), strict=True)
+            zip(answers(batch, forward, backward), batch.run_alone(forward, backward), strict=True)
         ):
             off = 0.0 if name != "fp8-token" else 0.06
             for which, x, y in zip(("out", "lse", "dq", "dk", "dv"), found, alone, strict=True):

@@ -20,7 +20,7 @@ DEVICE = torch.device("cuda", 0)
 LAYOUTS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "bhds": (0, 1, 3, 2)}
 
 
-def made(shape: Sequence[int], dtype: torch.dtype, layout: str = "bhsd", seed: int = 0) -> Tensor:
+def random_tensor(shape: Sequence[int], dtype: torch.dtype, layout: str = "bhsd", seed: int = 0) -> Tensor:
     """Normal numbers with a magnitude of its own for each token, in the named order of axes in memory."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     x = torch.randn(*shape, generator=generator, device=DEVICE)
@@ -29,7 +29,7 @@ def made(shape: Sequence[int], dtype: torch.dtype, layout: str = "bhsd", seed: i
     return x.permute(axes).contiguous().permute([axes.index(axis) for axis in range(4)])
 
 
-def ordered(x: Tensor) -> Tensor:
+def undo_interleaving(x: Tensor) -> Tensor:
     """Each 16 tokens of an interleaved copy as they were."""
     places = torch.tensor([0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15], device=x.device)
     return x.unflatten(3, (-1, 16))[..., places.argsort()].flatten(3)
@@ -46,7 +46,7 @@ def test_quantisation_equals_the_definition_bit_for_bit(granularity, dtype, layo
     """Every copy with every other; shapes and formats take the two orders of the transposed copy in turns."""
     shapes = [(2, 4, 1, 64), (1, 4, 129, 80), (2, 2, 1000, 128), (1, 2, 300, 256), (1, 1, 4097, 96), (1, 3, 257, 20)]
     for index, shape in enumerate(shapes):
-        x = made(shape, dtype, layout, index)
+        x = random_tensor(shape, dtype, layout, index)
         if index % 2:  # few bits, so that quotients lie at or next to the middle between two FP8 numbers
             x = (x * 8).round().clamp(-96, 96) / 8
         for format in ("e4m3", "e5m2"):
@@ -59,7 +59,7 @@ def test_quantisation_equals_the_definition_bit_for_bit(granularity, dtype, layo
                 assert torch.equal(bits(found.data), bits(wanted.data)), (shape, format, rows, transposed)
                 if found.transposed is not None:
                     turned = found.transposed.view(torch.uint8)
-                    turned = ordered(turned) if order else turned
+                    turned = undo_interleaving(turned) if order else turned
                     assert torch.equal(turned[..., : shape[2]].mT.cpu(), bits(wanted.data)), (shape, format, rows)
                     assert not turned[..., shape[2] :].any()
 
@@ -70,7 +70,7 @@ def test_quantisation_equals_the_definition_bit_for_bit(granularity, dtype, layo
 def test_the_definition_is_the_same_on_a_gpu_and_a_cpu(granularity, format, dtype):
     recipe = Recipe(granularity, format)
     for seed, shape in enumerate([(2, 4, 1000, 128), (1, 3, 257, 20)]):
-        x = made(shape, dtype, seed=seed)
+        x = random_tensor(shape, dtype, seed=seed)
         here, there = quantise(x, recipe), quantise(x.cpu(), recipe)
         assert torch.equal(here.descale.cpu(), there.descale)
         assert torch.equal(bits(here.data), bits(there.data))
@@ -78,7 +78,7 @@ def test_the_definition_is_the_same_on_a_gpu_and_a_cpu(granularity, format, dtyp
 
 def test_random_quotients_round_like_a_division():
     for seed in range(4):
-        x = made((1, 64, 4096, 128), torch.float32, seed=seed)
+        x = random_tensor((1, 64, 4096, 128), torch.float32, seed=seed)
         assert torch.equal(bits(quantised(x, Recipe("token")).data), bits(quantise(x.cpu(), Recipe("token")).data))
 
 
@@ -87,7 +87,7 @@ def test_random_quotients_round_like_a_division():
 @pytest.mark.parametrize("dim", [16, 64, 80, 128, 192, 256])
 def test_rotated_and_smoothed_values_are_within_half_an_ulp(granularity, dtype, dim):
     for smoothing in (False, True):
-        x = made((2, 2, 333, dim), dtype) + 2
+        x = random_tensor((2, 2, 333, dim), dtype) + 2
         recipe = Recipe(granularity, rotation="hadamard", smoothing=smoothing)
         found = quantised(x, recipe, rotate=True, smooth=True, transposed=True)
         truth = x.double() - (0.0 if found.mean is None else found.mean.double())
@@ -104,7 +104,7 @@ def test_rotated_and_smoothed_values_are_within_half_an_ulp(granularity, dtype, 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_nonfinite_values_affect_only_their_own_group(granularity, value):
     recipe = Recipe(granularity)
-    x = made((1, 2, 300, 64), torch.bfloat16)
+    x = random_tensor((1, 2, 300, 64), torch.bfloat16)
     x[0, 1, 290, 3] = value
     found, wanted = quantised(x, recipe).operand(recipe), quantise(x.cpu(), recipe)
     torch.testing.assert_close(found.descale.cpu(), wanted.descale, rtol=0, atol=0, equal_nan=True)
@@ -113,7 +113,7 @@ def test_nonfinite_values_affect_only_their_own_group(granularity, value):
 
 
 def test_groups_of_query_heads_share_a_scale():
-    x = made((2, 8, 500, 128), torch.bfloat16, "bshd")
+    x = random_tensor((2, 8, 500, 128), torch.bfloat16, "bshd")
     found = quantised(x, Recipe("head"), group=4)
     wanted = quantise(x.cpu().reshape(2, 2, 2000, 128), Recipe("head"))
     assert torch.equal(found.descale.cpu(), wanted.descale.repeat_interleave(4, dim=1))
@@ -123,7 +123,7 @@ def test_groups_of_query_heads_share_a_scale():
 def test_more_elements_than_32_bits_can_index_are_supported():
     """(1, 128, 131072, 128) as a model lays it out: offsets beyond 2^31 on the way in and out."""
     x = torch.zeros(1, 131072 + 300, 128, 128, dtype=torch.bfloat16, device=DEVICE).transpose(1, 2)
-    last = made((1, 1, 400, 128), torch.bfloat16)
+    last = random_tensor((1, 1, 400, 128), torch.bfloat16)
     x[:, -1:, -400:] = last
     for granularity in ("token", "head"):
         recipe = Recipe(granularity)
@@ -136,8 +136,8 @@ def test_more_elements_than_32_bits_can_index_are_supported():
 @pytest.mark.parametrize("moved", [False, True], ids=["plain", "rotated and smoothed"])
 @pytest.mark.parametrize("granularity", ["head", "token"])
 def test_quantisation_can_be_replayed_in_a_graph(granularity, moved):
-    x = made((1, 4, 1000, 128), torch.bfloat16)
-    other = made(x.shape, torch.bfloat16, seed=1)
+    x = random_tensor((1, 4, 1000, 128), torch.bfloat16)
+    other = random_tensor(x.shape, torch.bfloat16, seed=1)
     recipe = Recipe(granularity, rotation="hadamard" if moved else "none", smoothing=moved)
     requests = [Request(x, rotate=True, smooth=True), Request(x, transposed=True, rotate=True, interleaved=True)]
     quantised_together(requests, recipe)  # compiles, and copies the rotation to the device
@@ -151,4 +151,6 @@ def test_quantisation_can_be_replayed_in_a_graph(granularity, moved):
         assert (back - other.float()).norm() < 0.05 * other.float().norm()
         if not moved:
             assert torch.equal(bits(each.data), bits(quantise(other.cpu(), recipe).data))
-    assert torch.equal(ordered(results[1].transposed.view(torch.uint8))[..., :1000].mT.cpu(), bits(results[1].data))
+    assert torch.equal(
+        undo_interleaving(results[1].transposed.view(torch.uint8))[..., :1000].mT.cpu(), bits(results[1].data)
+    )

@@ -311,7 +311,7 @@ def finalists(medians: Mapping[int, float]) -> list[int]:
     return [0, *sorted((number for number in medians if number), key=medians.__getitem__)[:FINALISTS]]
 
 
-def chosen(by_length: Sequence[Mapping[int, float]]) -> int | None:
+def choose_candidate(by_length: Sequence[Mapping[int, float]]) -> int | None:
     """The candidate to commit: the fastest over all lengths, if it gains enough on the default and loses nowhere."""
     if any(0 not in medians for medians in by_length):
         return None
@@ -348,7 +348,7 @@ def tune(keys: Sequence[TileKey], lengths: tuple[int, int], tuning: Tuning) -> l
     lines = []
     for key in keys:
         both = [tuning.medians(key, length) for length in lengths]
-        number = chosen(both)
+        number = choose_candidate(both)
         print(f"\n{key.precision} {key.direction}, D={key.head_dim}, mask {key.mask}")
         for each, options in enumerate(candidates(key)):
             said = [f"{medians[each]:8.4f} ms" if each in medians else " " * 11 for medians in both]

@@ -64,7 +64,7 @@ def candidates(recipe: Recipe, dim: int) -> list[Tiles]:
     return list(dict.fromkeys([committed, *found]))
 
 
-def measured(requests: list[Request], recipe: Recipe, seconds: float) -> dict[Tiles, float]:
+def measure(requests: list[Request], recipe: Recipe, seconds: float) -> dict[Tiles, float]:
     """Median milliseconds of each candidate that runs, the fastest first; prints what fails."""
     timer = Timer.for_device(DEVICE)
     requests = [request._replace(rotate=place < 2) for place, request in enumerate(requests)]  # Q and K, as V is not
@@ -99,7 +99,7 @@ def main() -> None:
         print("\n" + "\n".join(inputs))
         for recipe in recipes:
             granularity = recipe.granularity
-            columns = [measured(requests, recipe, each) for requests in inputs.values()]
+            columns = [measure(requests, recipe, each) for requests in inputs.values()]
             floors = [floor(requests, granularity) for requests in inputs.values()]
             common = [tiles for tiles in columns[0] if all(tiles in column for column in columns)]
             means = {

@@ -138,7 +138,7 @@ def examine(key: TileKey, tile: Tile) -> str | None:
     return None if error <= allowed else f"is off by {error:.3g}, allowed {allowed}"
 
 
-def examined(keys: Sequence[TileKey], processes: int, ends: float) -> dict[tuple[TileKey, Tile], str | None]:
+def examine_all(keys: Sequence[TileKey], processes: int, ends: float) -> dict[tuple[TileKey, Tile], str | None]:
     """What is wrong with each candidate, seen by many processes."""
     found: dict[tuple[TileKey, Tile], str | None] = {}
     longest = max(len(candidates(size)) for size in HEAD_DIMS)
@@ -161,7 +161,7 @@ def examined(keys: Sequence[TileKey], processes: int, ends: float) -> dict[tuple
     return found
 
 
-def timed(key: TileKey, length: int, tiles: Sequence[Tile], rounds: int, ends: float) -> dict[Tile, float]:
+def time_tiles(key: TileKey, length: int, tiles: Sequence[Tile], rounds: int, ends: float) -> dict[Tile, float]:
     """Median milliseconds of each, in turns."""
     timer = replace(Timer.for_device(torch.device("cuda", 0)), visit=0.01)
     calls = {tile: call_of(key, length, tile) for tile in tiles}
@@ -173,7 +173,7 @@ def timed(key: TileKey, length: int, tiles: Sequence[Tile], rounds: int, ends: f
     return {tile: statistics.median(taken) for tile, taken in times.items()}
 
 
-def chosen(by_length: Mapping[int, Mapping[Tile, float]]) -> Tile | None:
+def choose_tile(by_length: Mapping[int, Mapping[Tile, float]]) -> Tile | None:
     """The tile that is fastest over all lengths, by the geometric mean; None where some length was not measured."""
     common = set.intersection(*(set(times) for times in by_length.values()))
     return min(common, key=lambda tile: math.prod(times[tile] for times in by_length.values()), default=None)
@@ -200,17 +200,17 @@ def main() -> None:
     begun = time.monotonic()
     ends = begun + asked.seconds
     keys = cells(torch.cuda.get_device_capability())
-    wrong = examined(keys, asked.processes, begun + COMPILING * asked.seconds)
+    wrong = examine_all(keys, asked.processes, begun + COMPILING * asked.seconds)
     print(f"compiled {len(wrong)} candidates in {time.monotonic() - begun:.0f} s")
     lines = []
     for key in keys:
         sound = [tile for tile in candidates(key.head_dim) if wrong[key, tile] is None]
-        by_length = {MIDDLE: timed(key, MIDDLE, sound, 1, ends)}
+        by_length = {MIDDLE: time_tiles(key, MIDDLE, sound, 1, ends)}
         ranked = sorted(by_length[MIDDLE], key=by_length[MIDDLE].__getitem__)
         finalists = ranked[:FINALISTS]
         for length in LENGTHS:
-            by_length[length] = by_length.get(length, {}) | timed(key, length, finalists, 2, ends)
-        best = chosen(by_length)
+            by_length[length] = by_length.get(length, {}) | time_tiles(key, length, finalists, 2, ends)
+        best = choose_tile(by_length)
         print(f"\nD={key.head_dim}, mask {key.mask}, {'a scale for each key' if key.per_key else 'scales of heads'}")
         for tile in [*ranked, *(tile for tile in candidates(key.head_dim) if tile not in ranked)]:
             rates = [

@@ -68,7 +68,7 @@ class Job(NamedTuple):
     tile: Tile
 
 
-class Wrong(NamedTuple):
+class InvalidCandidate(NamedTuple):
     """A candidate that is none."""
 
     reason: str
@@ -150,7 +150,7 @@ def measure(ends: float, jobs: list[Job], say: Callable[[Any], None]) -> None:
             running = finalists(by_length[length])
         for job in cell:
             taken = {length: each[job] for length, each in by_length.items() if job in each}
-            say(ItemDone(job, Wrong(wrong[job]) if job in wrong else taken))
+            say(ItemDone(job, InvalidCandidate(wrong[job]) if job in wrong else taken))
 
 
 def times(
@@ -191,7 +191,7 @@ def finalists(first: Mapping[Job, float]) -> list[Job]:
     return [job for ring in (False, True) for job in [x for x in ranked if bool(x.tile.hopper) == ring][:FINALISTS]]
 
 
-def chosen(found: Mapping[Job, Times]) -> tuple[Tile, Times] | None:
+def choose_tile(found: Mapping[Job, Times]) -> tuple[Tile, Times] | None:
     """The tile with the least product of times over both lengths; behind a ring stands the best plain tile."""
     through = {job.tile: math.prod(each.values()) for job, each in found.items() if len(each) == len(LENGTHS)}
     by_tile = {job.tile: each for job, each in found.items()}
@@ -202,7 +202,7 @@ def chosen(found: Mapping[Job, Times]) -> tuple[Tile, Times] | None:
     return plain._replace(hopper=best.hopper), by_tile[best]
 
 
-def said(tile: Tile) -> str:
+def tile_source(tile: Tile) -> str:
     """As it is written in the table."""
     ring = () if tile.hopper is None else (f"Ring{tuple(tile.hopper)}",)
     return f"Tile({', '.join((*map(str, tile[:4]), *ring))})"
@@ -217,7 +217,7 @@ def entry(key: TileKey, keys: tuple[Tile, Times], queries: tuple[Tile, Times], f
         apart = math.prod(keys[1][length] + queries[1][length] for length in LENGTHS)
         more = ", fused=True" if math.prod(fused.values()) < apart else ""
     place = f'{key.capability}, {key.narrow}, {key.head_dim}, "{key.mask}"'
-    return f"    # {took}\n    TileKey({place}): Tiles({said(keys[0])}, {said(queries[0])}{more}),"
+    return f"    # {took}\n    TileKey({place}): Tiles({tile_source(keys[0])}, {tile_source(queries[0])}{more}),"
 
 
 def compile_all(jobs: Sequence[Job], processes: int, ends: float) -> dict[Job, Program]:
@@ -241,7 +241,7 @@ def show(jobs: Sequence[Job], found: Mapping[Job, Any]) -> None:
             for length, ms in timed.get(job, {}).items()
         ]
         reason = "" if job in timed else getattr(found.get(job), "reason", "not measured in time")
-        print(f"    {said(job.tile):36}", *rates, reason, flush=True)
+        print(f"    {tile_source(job.tile):36}", *rates, reason, flush=True)
 
 
 def give_up(lost: Sequence[Job], job: Job) -> bool:
@@ -270,7 +270,7 @@ def main() -> None:
     ]
     jobs = [job for key in keys for kind in KINDS for job in candidates(key, kind)]
     programs = compile_all(jobs, asked.processes, ends - (1 - COMPILING) * asked.seconds)
-    wrong = {job: Wrong(program.problem) for job, program in programs.items() if program.problem}
+    wrong = {job: InvalidCandidate(program.problem) for job, program in programs.items() if program.problem}
     sound, limit = [job for job in jobs if job not in wrong], ends - time.monotonic() + PATIENCE
     found = wrong | run_one_by_one(partial(measure, ends), sound, patience=PATIENCE, limit=limit, give_up=give_up)
     for _, cell in itertools.groupby(jobs, key=lambda job: job[:2]):
@@ -278,7 +278,7 @@ def main() -> None:
     lines = []
     for key in keys:
         timed = {job: x for job, x in found.items() if job.key == key and isinstance(x, dict)}
-        best = [chosen({job: x for job, x in timed.items() if job.kind == kind}) for kind in ("keys", "queries")]
+        best = [choose_tile({job: x for job, x in timed.items() if job.kind == kind}) for kind in ("keys", "queries")]
         fused = next((x for job, x in timed.items() if job.kind == "all" and job.tile.hopper), None)
         if best[0] and best[1]:
             lines.append(entry(key, best[0], best[1], fused if fused and len(fused) == len(LENGTHS) else None))

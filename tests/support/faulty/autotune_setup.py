@@ -1,4 +1,4 @@
-"""What the tests of autotune tune: paced kernels in this process, calls of them, and rows that need no measuring."""
+"""Kernels with known delays in this process, calls of them, and rows without measuring, for the tests of autotune."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BREAKS = "paced:bf16-breaks"
 
 @contextmanager
 def delayed_kernels_installed() -> Iterator[None]:
-    """Kernels of which the first in the declared order is the slowest."""
+    """Installs kernels of which the first in the declared order is the slowest."""
     with pytest.MonkeyPatch.context() as patch:
         delayed_kernels.install(patch.setattr)
         api.forget_choices()
@@ -45,7 +45,7 @@ def delayed_kernels_installed() -> Iterator[None]:
 
 
 def record_work(patch: pytest.MonkeyPatch) -> list[Work]:
-    """Nothing is measured; the answer lists what would have been, in order."""
+    """Replaces measuring; returns the list of the work that would have been measured, in order."""
     works: list[Work] = []
 
     def nothing(lab: Any, work: Sequence[Work], deadline: float) -> Iterator[Finished]:
@@ -62,7 +62,7 @@ def here() -> Environment:
 
 
 def row(asked: AttentionSpec, plan: str | Plan, call_ms: float | None, error: float = 0.002) -> Measurement:
-    """A row of the plan as it would be measured; without a time of one that gave no answer."""
+    """A measured row of the plan; without a time, the row of a plan that timed out."""
     numbers = {
         "time_ms": dict.fromkeys(("kernel", "prepared", "call"), [call_ms] * 5),
         "error": {family: {"out": error} for family in ("normal", "outlier")},
@@ -80,7 +80,7 @@ def row(asked: AttentionSpec, plan: str | Plan, call_ms: float | None, error: fl
 
 
 def rows_of(*lengths: int) -> list[Measurement]:
-    """Of the specs of these lengths, as they would be measured with the slow plan and the fast one."""
+    """Rows of the slow and the fast plan at specs of these lengths, as if measured."""
     times = {SLOW: 1e3 * delayed_kernels.SLOW, FAST: 1e3 * delayed_kernels.FAST}
     return [row(spec(length), plan, ms) for length in lengths for plan, ms in times.items()]
 
@@ -88,7 +88,7 @@ def rows_of(*lengths: int) -> list[Measurement]:
 def replay_rows(
     rows: Sequence[Measurement], calls: list[list[AttentionSpec]] | None = None, most: int | None = None
 ) -> Callable[..., Iterator[Finished]]:
-    """Instead of measuring: the rows of the specs and plans that are to be measured, in ``calls`` which specs."""
+    """A replacement for measuring that yields the given rows of the requested work; ``calls`` records the specs."""
 
     def measured(lab: Any, work: Sequence[Work], deadline: float) -> Iterator[Finished]:
         if calls is not None:
@@ -119,7 +119,7 @@ def entries(path: Path) -> dict[AttentionSpec, set[str]]:
 
 
 def children() -> set[str]:
-    """The processes that this one has started and that still run."""
+    """The running child processes of this process."""
     found: set[str] = set()
     for task in Path(f"/proc/{os.getpid()}/task").iterdir():
         with suppress(FileNotFoundError):  # a thread that has just ended

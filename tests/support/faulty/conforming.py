@@ -1,4 +1,4 @@
-"""A forward and a backward that keep the contract on a CPU, for tests to break and to run."""
+"""A forward and a backward that conform to the contract on a CPU; tests run them and derive faulty ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXACT_BACKWARD = next(kernel for kernel in REFERENCE.kernels if isinstance(kerne
 
 
 class Forward(ForwardKernel):
-    """The exact answer in FP64; a fault overrides one method."""
+    """Exact attention in FP64; faulty kernels override one method."""
 
     name = "mine:fp64"
     declared_error = 0.004  # of bf16 outputs and of the tests' small problems
@@ -50,7 +50,7 @@ class Forward(ForwardKernel):
 
 
 class Backward(BackwardKernel):
-    """Exact gradients; a fault overrides ``run``."""
+    """Exact gradients; faulty kernels override ``run``."""
 
     name = "mine:fp64"
     declared_error = 0.004

@@ -1,4 +1,4 @@
-"""A registry of kernels whose order by time is planted, all in one worker."""
+"""A registry of kernels with known delays, all in one worker."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run_or_break(value: Any) -> Any:
 
 
 def paced() -> Registry:
-    """What runs where nothing is known is slow, another is faster, and the fastest computes in FP8."""
+    """The default kernel is slow, another is faster, and the fastest is in FP8."""
     changes = {
         "paced:bf16-slow": partial(slowly, SLOW),
         "paced:bf16-breaks": run_or_break,
@@ -46,7 +46,7 @@ def paced() -> Registry:
 
 
 def install(set_attribute: Any = setattr) -> None:
-    """Make it what this process and its workers have, and measure in haste."""
+    """Installs the registry in this process and its workers, and shortens measurements."""
     known = paced()
     set_attribute(attnbench.kernels.registry, "_load", lambda: iter(known.backends.values()))
     attnbench.kernels.registry.registry.cache_clear()

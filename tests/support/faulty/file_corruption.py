@@ -1,4 +1,4 @@
-"""Files that are damaged at random: what stands in one is replaced, moved, cut or written over."""
+"""Random corruption of files: values and bytes are replaced, moved, removed or overwritten."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOKENS = [
 
 
 def nodes(data: object) -> list[tuple[object, object]]:
-    """Every (container, key) below."""
+    """Every (container, key) in the data, recursively."""
     keys = data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ()
     return [found for key in keys for found in ((data, key), *nodes(data[key]))]
 
@@ -59,7 +59,7 @@ def flip_bits(whole: bytes, chance: random.Random) -> bytes:
 
 
 def splice(whole: bytes, chance: random.Random) -> bytes:
-    """A piece of the file or a token in the place of another piece."""
+    """Replaces a piece of the file by another piece or a token."""
     start, stop, here = (chance.randrange(len(whole)) for _ in range(3))
     piece = chance.choice([whole[start:stop], chance.choice(TOKENS), chance.choice(TOKENS) * 5])
     return whole[:here] + piece + whole[here + chance.choice([0, len(piece), 1, 40]) :]

@@ -1,4 +1,4 @@
-"""A plan that goes wrong when it is told to, for the guard's tests: first in the order, so that auto runs it."""
+"""A plan with switchable errors for the guard's tests; it is first in the order, so that auto runs it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Planted(ForwardKernel):
 
 
 class PlantedBackward(BackwardKernel):
-    """Its gradients, each changed by what ``changes`` holds for it."""
+    """Exact gradients, each changed by its function in ``changes``."""
 
     name, declared_error, follows = NAME, 1e-3, (NAME,)
 
@@ -59,14 +59,14 @@ class PlantedBackward(BackwardKernel):
         self.changes: dict[str, Callable[[Tensor], Tensor]] = {}
 
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        assert saved.state is self.leader.state, "what the forward leaves for the backward"
+        assert saved.state is self.leader.state, "the forward's state did not reach the backward"
         named = zip(("dq", "dk", "dv"), self.inner.run(saved, grad_out), strict=True)
         dq, dk, dv = (self.changes.get(name, lambda x: x)(x) for name, x in named)
         return dq, dk, dv
 
 
 def plant(patch: pytest.MonkeyPatch) -> tuple[Planted, PlantedBackward]:
-    """Register both for as long as the patch holds; every choice, and every demotion, is made anew."""
+    """Registers both until the patch ends, and clears cached choices and demotions."""
     forward = Planted()
     backward = PlantedBackward(forward)
     known = registry()
@@ -81,7 +81,7 @@ def plant(patch: pytest.MonkeyPatch) -> tuple[Planted, PlantedBackward]:
 
 
 def noise(relative: float, seed: int = 0) -> Callable[[Tensor], Tensor]:
-    """Adds an error of this relative L2, other numbers at every call."""
+    """Adds a random error of this relative L2, different at every call."""
     generator = torch.Generator("cpu").manual_seed(seed)
 
     def change(x: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def noise(relative: float, seed: int = 0) -> Callable[[Tensor], Tensor]:
 
 
 def in_one_head(change: Callable[[Tensor], Tensor], head: int = 0) -> Callable[[Tensor], Tensor]:
-    """The change in that head alone."""
+    """Applies the change to that head only."""
 
     def changed(x: Tensor) -> Tensor:
         x = x.clone()
@@ -103,7 +103,7 @@ def in_one_head(change: Callable[[Tensor], Tensor], head: int = 0) -> Callable[[
 
 
 def one_value(value: float) -> Callable[[Tensor], Tensor]:
-    """The last element of all becomes this."""
+    """Sets the last element to this value."""
 
     def change(x: Tensor) -> Tensor:
         x = x.clone()
@@ -114,7 +114,7 @@ def one_value(value: float) -> Callable[[Tensor], Tensor]:
 
 
 def is_close(one: float, other: float, share: float) -> bool:
-    """Whether two numbers are that close, in shares of the second."""
+    """Whether two numbers differ by at most this share of the second."""
     return math.isclose(one, other, rel_tol=0, abs_tol=share * abs(other))
 
 
@@ -125,9 +125,9 @@ def step(x, function=attention, **arguments) -> list[Tensor]:
 
 
 def calls_until_found(watch, x, most=60, **arguments) -> int:
-    """How many steps it takes until the guard has found something."""
+    """The number of steps until the guard reports a breach."""
     for number in range(1, most + 1):
         (step if x[0].requires_grad else attention)(*([x] if x[0].requires_grad else x), **arguments)
         if watch.breaches:
             return number
-    pytest.fail("nothing was found")
+    pytest.fail("no breach was reported")

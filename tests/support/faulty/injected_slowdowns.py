@@ -1,4 +1,4 @@
-"""Slow-downs for the gate to find: the installed kernels, some of which take longer by a share that a file names.
+"""Injected slow-downs for the gate to find: installed kernels, some of them slower by a share that a file gives.
 
 The file, which the environment variable SLOWED names, is JSON: ``{"case spec as text": {"plan": 0.03}}``.  A device
 sleeps, a CPU spins, for that share of the time that the pass takes in this process without it.
@@ -25,7 +25,7 @@ _CYCLES = 2_000_000
 
 @lru_cache(maxsize=1)
 def slowed_registry() -> Registry:
-    """The installed kernels, slowed down where the file says so."""
+    """The installed kernels, slowed down according to the file."""
     known = registry()
     for kernel in known.forwards.values():
         _slow_forward(kernel)
@@ -47,7 +47,7 @@ def _read(path: str, stamp: int) -> dict[str, dict[str, float]]:
 
 
 def _share(spec: object, name: str, place: int) -> float:
-    """Of the plans that the file names for a spec, the share of the one whose forward (0) or backward (-1) this is."""
+    """The file's share for the spec and the plan with this kernel as forward (place 0) or backward (-1)."""
     return next((share for plan, share in _shares(spec).items() if plan.split(">")[place] == name), 0.0)
 
 
@@ -87,7 +87,7 @@ def _slow_backward(kernel: Any) -> None:
 
 
 def _wait(call: Callable[[], object], device: torch.device) -> Callable[[float], None]:
-    """What makes the device wait for a share of the time that the call takes."""
+    """A function that delays the device by a share of the call's time."""
     with torch.no_grad():
         if device.type == "cuda":
             own, slept = _device_ms([call, lambda: torch.cuda._sleep(_CYCLES)])
@@ -97,12 +97,12 @@ def _wait(call: Callable[[], object], device: torch.device) -> Callable[[float],
 
 
 def _device_ms(calls: Sequence[Callable[[], object]]) -> list[float]:
-    """The shortest time of each, taken in turns: other processes may use the device at the same time."""
+    """The shortest time of each call, measured in turns because other processes may use the device."""
     taken: list[list[float]] = [[] for _ in calls]
     for _ in range(_REPEATS):
         for times, call in zip(taken, calls, strict=True):
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(_CYCLES)  # the host is ahead then
+            torch.cuda._sleep(_CYCLES)  # so that the host runs ahead
             start.record()
             call()
             stop.record()

@@ -1,4 +1,4 @@
-"""A kernel that notes its process and spec in the file ``NOTED`` before each run, and once ends the process."""
+"""A kernel that appends its process id and spec to the file in ``LOG_FILE`` before each run, and once exits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from attnbench.backends.reference import BACKEND as REFERENCE
 from attnbench.kernels.contract import Availability, Backend, Operands, Result
 from attnbench.kernels.registry import Registry
 
-LOG_FILE = "ATTNBENCH_TEST_NOTED"
+LOG_FILE = "ATTNBENCH_TEST_LOG_FILE"
 
 
 class LoggingForward(Forward):

@@ -1,4 +1,4 @@
-"""Kernels for the conformance suite, each with one fault, and the check that must name it."""
+"""Kernels with one fault each for the conformance suite, and the check that must report it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from attnbench.problem.lengths import Lengths
 from attnbench.problem.lengths_kind import Batch
 
 
-class Mistaken(Forward):
-    """Answers another question than the one asked."""
+class ChangesSpec(Forward):
+    """Computes another spec than the given one."""
 
     def __init__(self, change: Callable[[AttentionSpec], AttentionSpec]) -> None:
         self.change = change
@@ -29,8 +29,8 @@ class Mistaken(Forward):
         return super().run(replace(operands, spec=self.change(operands.spec)))
 
 
-class Unbatched(Forward):
-    """Takes the lengths of one kind of batch for others."""
+class ChangesLengths(Forward):
+    """Changes the lengths of one kind of batch."""
 
     def __init__(self, batch: Batch, change: Callable[[Inputs, Lengths], Inputs]) -> None:
         self.batch, self.change = batch, change
@@ -39,30 +39,30 @@ class Unbatched(Forward):
         return self.change(inputs, lengths) if lengths.batch == self.batch else inputs
 
 
-def end_to_end(inputs: Inputs, lengths: Lengths) -> Inputs:
-    """The first two sequences are one."""
+def join_first_sequences(inputs: Inputs, lengths: Lengths) -> Inputs:
+    """Joins the first two sequences."""
     joined = [torch.cat([x[:1], x[2:]]) for x in lengths.starts]
     return inputs._replace(lengths=replace(lengths, q=joined[0], kv=joined[1]))
 
 
-def one_scale(inputs: Inputs, lengths: Lengths) -> Inputs:
-    """V in e4m3 with one scale for all sequences."""
+def share_scale(inputs: Inputs, lengths: Lengths) -> Inputs:
+    """Quantises V in e4m3 with one scale for all sequences."""
     v = inputs.unquantised()[2]
     scale = v.abs().amax().float() / 448
     return inputs._replace(v=((v / scale).to(torch.float8_e4m3fn).to(v.dtype) * scale).to(v.dtype))
 
 
-def whole_rows(inputs: Inputs, lengths: Lengths) -> Inputs:
+def use_full_lengths(inputs: Inputs, lengths: Lengths) -> Inputs:
     assert lengths.kv is not None
     return inputs._replace(lengths=replace(lengths, kv=torch.full_like(lengths.kv, lengths.longest_kv)))
 
 
-def from_the_left(inputs: Inputs, lengths: Lengths) -> Inputs:
+def treat_as_right_padded(inputs: Inputs, lengths: Lengths) -> Inputs:
     return inputs._replace(lengths=replace(lengths, batch="padded"))
 
 
-class Changed(Forward):
-    """The right answer, changed."""
+class ChangesResult(Forward):
+    """Exact attention with a changed result."""
 
     def __init__(self, change: Callable[[Operands, Result], Result]) -> None:
         self.change = change
@@ -71,21 +71,21 @@ class Changed(Forward):
         return self.change(operands, super().run(operands))
 
 
-class Moody(Forward):
+class AlternatingRefusal(Forward):
     asked = 0
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         self.asked += 1
-        return ["is in no mood"] if self.asked % 2 else []
+        return ["refuses every second time"] if self.asked % 2 else []
 
 
-class Wordy(Forward):
+class LongRefusal(Forward):
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         return ["has no such tile. Try another one."] if spec.head_dim == 40 else []
 
 
-class Overconfident(Forward):
-    """Its row should have refused softcap."""
+class MissingRefusal(Forward):
+    """Lacks a refusal of softcap."""
 
     def run(self, operands: Operands) -> Result:
         if operands.spec.softcap:
@@ -93,15 +93,15 @@ class Overconfident(Forward):
         return super().run(operands)
 
 
-class Impatient(Forward):
-    """Scales K where it lies."""
+class MutatesInputs(Forward):
+    """Changes K in place."""
 
     def prepare_tensors(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
         k.mul_(-1)
         return super().prepare_tensors(q, k, v, spec)
 
 
-class Remembering(Forward):
+class CachesByAddress(Forward):
     def __init__(self) -> None:
         self.seen: dict[Any, Operands] = {}
 
@@ -112,8 +112,8 @@ class Remembering(Forward):
         return self.seen[key]
 
 
-class Buffered(Forward):
-    """One output buffer for every call with a shape."""
+class ReusesOutput(Forward):
+    """Returns the same output buffer for every call with a shape."""
 
     def __init__(self) -> None:
         self.buffer: Tensor | None = None
@@ -125,8 +125,8 @@ class Buffered(Forward):
         return result._replace(out=self.buffer.copy_(result.out))
 
 
-class Restless(Forward):
-    """Another answer from the fourth call with a spec on; no other check calls so often."""
+class ChangesAfterCalls(Forward):
+    """Changes its result from the fourth call with a spec; only one check calls that often."""
 
     seen = 0
     last: AttentionSpec | None = None
@@ -141,8 +141,8 @@ class Restless(Forward):
         return self.seen >= 3
 
 
-class Consuming(Forward):
-    """Clears its operands once it has read them."""
+class ClearsOperands(Forward):
+    """Clears V in its operands after reading it."""
 
     def prepare_tensors(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
         return super().prepare_tensors(q, k, v.clone(), spec)
@@ -153,16 +153,16 @@ class Consuming(Forward):
         return result
 
 
-class Drawing(Forward):
-    """Takes a number from the caller's generator."""
+class UsesGlobalRandomState(Forward):
+    """Draws a number from torch's global generator."""
 
     def run(self, operands: Operands) -> Result:
         torch.rand(1)
         return super().run(operands)
 
 
-class Absorbing(Forward):
-    """Multiplies V by its descale where the descale lies."""
+class MutatesDescale(Forward):
+    """Changes V's descale in place."""
 
     def prepare_quantised(self, q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec) -> Operands:
         operands = super().prepare_quantised(q, k, replace(v, descale=v.descale.clone()), spec)
@@ -170,7 +170,7 @@ class Absorbing(Forward):
         return operands
 
 
-class DenseFp8(Forward):
+class IgnoresFp8Strides(Forward):
     """Reads FP8 memory as if it were contiguous."""
 
     def prepare_quantised(self, q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec) -> Operands:
@@ -178,8 +178,8 @@ class DenseFp8(Forward):
         return super().prepare_quantised(*read, spec)
 
 
-class Shared(Forward):
-    """Hands its operands from prepare to run through an attribute."""
+class SharesOperands(Forward):
+    """Passes its operands from prepare to run through an attribute, which threads share."""
 
     operands: Operands | None = None
 
@@ -193,7 +193,7 @@ class Shared(Forward):
         return super().run(operands if held is None else held)
 
 
-class Hoarding(Forward):
+class LeaksOperands(Forward):
     def __init__(self) -> None:
         self.kept: list[Operands] = []
 
@@ -202,7 +202,7 @@ class Hoarding(Forward):
         return super().run(operands)
 
 
-class Dense(Forward):
+class IgnoresStrides(Forward):
     """Reads memory as if it were contiguous."""
 
     def prepare_tensors(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
@@ -212,13 +212,13 @@ class Dense(Forward):
         return super().prepare_tensors(read(q), read(k), read(v), spec)
 
 
-class Undescaled(Forward):
+class IgnoresDescale(Forward):
     def prepare_quantised(self, q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec) -> Operands:
         return super().prepare_quantised(q, replace(k, descale=torch.ones_like(k.descale)), v, spec)
 
 
-def dealt(operands: Operands, result: Result) -> Result:
-    """Query head h reads key head h % kv_heads."""
+def swap_group_order(operands: Operands, result: Result) -> Result:
+    """Query head h uses key head h % kv_heads."""
     spec = operands.spec
     if spec.group == 1:
         return result
@@ -229,41 +229,40 @@ def dealt(operands: Operands, result: Result) -> Result:
     return Result(out[:, back], lse[:, back].float())
 
 
-def one_key_more(spec: AttentionSpec) -> AttentionSpec:
+def widen_window(spec: AttentionSpec) -> AttentionSpec:
     mask = spec.mask
     if mask.left is None:
         return spec
     return spec.replace(mask=Mask(mask.left + 1, mask.right, mask.alignment))
 
 
-def top_left(spec: AttentionSpec) -> AttentionSpec:
+def align_top_left(spec: AttentionSpec) -> AttentionSpec:
     return spec.replace(mask=Mask(spec.mask.left, spec.mask.right)) if not spec.has_empty_rows else spec
 
 
-def absent_as_zero(_: Operands, result: Result) -> Result:
+def zero_lse_of_empty_rows(_: Operands, result: Result) -> Result:
     assert result.lse is not None
     return result._replace(lse=torch.where(result.lse == -torch.inf, 0.0, result.lse))
 
 
-def no_grouped_windows(operands: Operands, result: Result) -> Result:
+def double_grouped_masks(operands: Operands, result: Result) -> Result:
     spec = operands.spec
     both = spec.group > 1 and spec.mask.kind != "none"
     return result._replace(out=result.out * 2) if both else result
 
 
-def only(feature: Callable[[AttentionSpec], bool]) -> Callable[[Operands, Result], Result]:
-    """Out doubled where the feature is there."""
+def double_where(feature: Callable[[AttentionSpec], bool]) -> Callable[[Operands, Result], Result]:
+    """Doubles out for specs with the feature."""
     return lambda operands, result: result._replace(out=result.out * 2) if feature(operands.spec) else result
 
 
-def short_accumulator(operands: Operands, result: Result) -> Result:
-    """A sum of so few bits that each addition of 32 keys loses a part of it."""
+def lose_bits_with_length(operands: Operands, result: Result) -> Result:
+    """Models an accumulator of so few bits that each addition of 32 keys loses a part of the sum."""
     return result._replace(out=result.out * (1 - operands.spec.seqlen_kv / 32 * 2.0**-11))
 
 
-# The kernel, the check that must name it, and what the check must say.
-class Unscaled(Forward):
-    """Right in two steps, and without the scale in one."""
+class WholeWithoutScale(Forward):
+    """Correct in prepare and run, and without the scale in whole."""
 
     def whole(self, spec: AttentionSpec, device_type: str) -> Whole | None:
         forward, unscaled = Forward(), spec.replace(scale=spec.head_dim**-0.5)
@@ -274,75 +273,84 @@ class Unscaled(Forward):
         return attend if spec.descale is None else None
 
 
+# The kernel, the check that must report it, and a part of its message.
 FORWARDS: dict[str, tuple[Callable[[], ForwardKernel], str, str]] = {
-    "moody": (Moody, "refusals", "asked again"),
-    "wordy": (Wordy, "refusals", "more than one sentence"),
-    "overconfident": (Overconfident, "runs", "no kernel image"),
-    "wrong dtype": (lambda: Changed(lambda _, r: r._replace(out=r.out.double())), "returned", "float64"),
-    "wrong layout": (lambda: Changed(lambda _, r: r._replace(out=r.out.transpose(1, 2))), "returned", "shape"),
-    "half-precision LSE": (lambda: Changed(lambda _, r: r._replace(lse=r.lse.half())), "returned", "float16"),
-    "no LSE": (lambda: Changed(lambda _, r: r._replace(lse=None)), "returned", "lse is None"),
-    "in place": (Impatient, "inputs", "k changed"),
-    "drawing": (Drawing, "torch's state", "random state"),
-    "zeros": (lambda: Changed(lambda _, r: r._replace(out=r.out * 0)), "out", "out is off by 1"),
-    "boasting": (
-        lambda: Changed(lambda _, r: r._replace(out=r.out * 1.006)),
+    "changing refusals": (AlternatingRefusal, "refusals", "asked again"),
+    "long refusal": (LongRefusal, "refusals", "more than one sentence"),
+    "missing refusal": (MissingRefusal, "runs", "no kernel image"),
+    "wrong dtype": (lambda: ChangesResult(lambda _, r: r._replace(out=r.out.double())), "returned", "float64"),
+    "wrong layout": (lambda: ChangesResult(lambda _, r: r._replace(out=r.out.transpose(1, 2))), "returned", "shape"),
+    "half-precision LSE": (lambda: ChangesResult(lambda _, r: r._replace(lse=r.lse.half())), "returned", "float16"),
+    "no LSE": (lambda: ChangesResult(lambda _, r: r._replace(lse=None)), "returned", "lse is None"),
+    "in place": (MutatesInputs, "inputs", "k changed"),
+    "random state": (UsesGlobalRandomState, "torch's state", "random state"),
+    "zeros": (lambda: ChangesResult(lambda _, r: r._replace(out=r.out * 0)), "out", "out is off by 1"),
+    "declared error": (
+        lambda: ChangesResult(lambda _, r: r._replace(out=r.out * 1.006)),
         "declared error",
         "0.006, 0.004 declared",
     ),
-    "base 2": (lambda: Changed(lambda _, r: r._replace(lse=r.lse / 0.6931472)), "LSE", "base 2"),
-    "empty rows": (lambda: Changed(absent_as_zero), "empty rows", "lse"),
-    "restless": (Restless, "repeated calls", "call"),
-    "consuming": (Consuming, "repeated calls", "second run on the same operands"),
-    "remembering": (Remembering, "new values", "negated"),
-    "buffered": (Buffered, "results kept", "out of the first call"),
-    "lengths": (lambda: Changed(only(lambda s: s.seqlen_q != s.seqlen_kv)), "lengths", "out"),
-    "causal": (lambda: Mistaken(lambda s: s.replace(mask=Mask()) if s.mask.kind == "causal" else s), "causal", "out"),
-    "alignment": (lambda: Mistaken(top_left), "alignment", "that of the mask causal"),
-    "window": (lambda: Mistaken(one_key_more), "window", "that of the mask"),
-    "grouping": (lambda: Changed(dealt), "grouping", "h %"),
-    "softcap": (lambda: Mistaken(lambda s: s.replace(softcap=0.0)), "softcap", "is off by"),
-    "scale": (lambda: Mistaken(lambda s: s.replace(scale=s.head_dim**-0.5)), "scale", "is off by"),
-    "head_dim_v": (lambda: Changed(only(lambda s: s.head_dim != s.head_dim_v)), "head_dim_v", "out"),
-    "descales": (Undescaled, "descales", "k_descale = 1"),
-    "descales in place": (Absorbing, "descales", "v or its descale changed"),
-    "FP8 strides": (DenseFp8, "descales", "with FP8 views"),
-    "strides": (Dense, "strides", "with every second column"),
-    "threads": (Shared, "threads", "two threads"),
-    "short accumulator": (lambda: Changed(short_accumulator), "growth", "out of 2048 tokens is off by 0.03"),
-    "memory": (Hoarding, "memory", "alive"),
-    "sequences joined": (lambda: Unbatched("packed", end_to_end), "packed batch", "the sequence of"),
-    "a scale for all sequences": (lambda: Unbatched("packed", one_scale), "packed batch", "is off by"),
-    "padding read": (lambda: Unbatched("padded", whole_rows), "padded batch", "is off by"),
-    "the other side padded": (lambda: Unbatched("left-padded", from_the_left), "left-padded batch", "is off by"),
-    "the whole without a scale": (Unscaled, "whole", "by whole"),
-    "combinations": (lambda: Changed(no_grouped_windows), "combinations", "out"),
+    "base 2": (lambda: ChangesResult(lambda _, r: r._replace(lse=r.lse / 0.6931472)), "LSE", "base 2"),
+    "empty rows": (lambda: ChangesResult(zero_lse_of_empty_rows), "empty rows", "lse"),
+    "later calls": (ChangesAfterCalls, "repeated calls", "call"),
+    "operands cleared": (ClearsOperands, "repeated calls", "second run on the same operands"),
+    "cached by address": (CachesByAddress, "new values", "negated"),
+    "output reused": (ReusesOutput, "results kept", "out of the first call"),
+    "lengths": (lambda: ChangesResult(double_where(lambda s: s.seqlen_q != s.seqlen_kv)), "lengths", "out"),
+    "causal": (
+        lambda: ChangesSpec(lambda s: s.replace(mask=Mask()) if s.mask.kind == "causal" else s),
+        "causal",
+        "out",
+    ),
+    "alignment": (lambda: ChangesSpec(align_top_left), "alignment", "that of the mask causal"),
+    "window": (lambda: ChangesSpec(widen_window), "window", "that of the mask"),
+    "grouping": (lambda: ChangesResult(swap_group_order), "grouping", "h %"),
+    "softcap": (lambda: ChangesSpec(lambda s: s.replace(softcap=0.0)), "softcap", "is off by"),
+    "scale": (lambda: ChangesSpec(lambda s: s.replace(scale=s.head_dim**-0.5)), "scale", "is off by"),
+    "head_dim_v": (lambda: ChangesResult(double_where(lambda s: s.head_dim != s.head_dim_v)), "head_dim_v", "out"),
+    "descales": (IgnoresDescale, "descales", "k_descale = 1"),
+    "descales in place": (MutatesDescale, "descales", "v or its descale changed"),
+    "FP8 strides": (IgnoresFp8Strides, "descales", "with FP8 views"),
+    "strides": (IgnoresStrides, "strides", "with every second column"),
+    "threads": (SharesOperands, "threads", "two threads"),
+    "short accumulator": (lambda: ChangesResult(lose_bits_with_length), "growth", "out of 2048 tokens is off by 0.03"),
+    "memory": (LeaksOperands, "memory", "alive"),
+    "sequences joined": (lambda: ChangesLengths("packed", join_first_sequences), "packed batch", "the sequence of"),
+    "a scale for all sequences": (lambda: ChangesLengths("packed", share_scale), "packed batch", "is off by"),
+    "padding read": (lambda: ChangesLengths("padded", use_full_lengths), "padded batch", "is off by"),
+    "the other side padded": (
+        lambda: ChangesLengths("left-padded", treat_as_right_padded),
+        "left-padded batch",
+        "is off by",
+    ),
+    "the whole without a scale": (WholeWithoutScale, "whole", "by whole"),
+    "combinations": (lambda: ChangesResult(double_grouped_masks), "combinations", "out"),
 }
 
 
-class Scaled(Backward):
+class ScalesGradient(Backward):
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = super().run(saved, grad_out)
         return dq * 1.05, dk, dv
 
 
-class ShortSums(Backward):
-    """Adds up dV in so few bits that each addition of 32 queries loses a part of it."""
+class ShortAccumulator(Backward):
+    """Sums dV in so few bits that each addition of 32 queries loses a part of it."""
 
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = super().run(saved, grad_out)
         return dq, dk, dv * (1 - saved.spec.seqlen_q / 32 * 2.0**-11)
 
 
-class Spoiling(Backward):
+class ClearsSavedOut(Backward):
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         gradients = super().run(saved, grad_out)
         saved.out.zero_()
         return gradients
 
 
-class Freeing(Backward):
-    """A state that only the first backward finds."""
+class DropsState(Backward):
+    """Uses a state that only the first backward has."""
 
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         gradients = super().run(saved, grad_out)
@@ -351,8 +359,8 @@ class Freeing(Backward):
         return gradients
 
 
-class Recomputing(Backward):
-    """Reads neither the LSE nor the output that it is given, and says that it does."""
+class RecomputesLse(Backward):
+    """Recomputes the LSE and output, although it declares that it reads the saved ones."""
 
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         own = saved.operands
@@ -366,8 +374,8 @@ class Stateful(Forward):
 
 
 BACKWARDS: dict[str, tuple[Callable[[], tuple[ForwardKernel, BackwardKernel]], str, str]] = {
-    "gradient times 1.05": (lambda: (Forward(), Scaled()), "gradients", "dq is off by 0.0"),
-    "saved out is changed": (lambda: (Forward(), Spoiling()), "inputs", "out changed"),
-    "an LSE of its own": (lambda: (Forward(), Recomputing()), "sinks", "dq is off by"),
-    "works once": (lambda: (Stateful(), Freeing()), "autograd", "second backward"),
+    "gradient times 1.05": (lambda: (Forward(), ScalesGradient()), "gradients", "dq is off by 0.0"),
+    "saved out is changed": (lambda: (Forward(), ClearsSavedOut()), "inputs", "out changed"),
+    "an LSE of its own": (lambda: (Forward(), RecomputesLse()), "sinks", "dq is off by"),
+    "works once": (lambda: (Stateful(), DropsState()), "autograd", "second backward"),
 }

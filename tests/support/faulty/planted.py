@@ -1,4 +1,4 @@
-"""A registry of small backends for the harness's tests: an exact one, and ones with planted faults."""
+"""Registries of small backends for the harness's tests: exact ones, and ones with injected faults."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def same(value: Any) -> Any:
 
 
 class FakeForward(ForwardKernel):
-    """The exact answer, changed; quantised beforehand where its precision is fp8."""
+    """Exact attention with a change; quantises its inputs first if its precision is fp8."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ def slowly(seconds: float, value: Any) -> Any:
 
 
 def healthy(delay: float = 0.0) -> Registry:
-    """Two kernels that serve, one that refuses, one that is missing."""
+    """Two usable kernels, one that refuses, and one that is unavailable."""
     change = partial(slowly, delay) if delay else same
     narrow = Capabilities(dtypes=("fp32",))
     return Registry(
@@ -116,7 +116,7 @@ REPORTED = "emulated-at-length:fp8-long"
 
 
 def reported() -> Registry:
-    """Everything that a report has to fit in."""
+    """Kernels that cause every kind of row of a report."""
     narrow = Capabilities(dtypes=("fp32",))
     raises = fail(RuntimeError("no such tile\nand a long traceback"))
     return Registry(
@@ -131,16 +131,16 @@ def reported() -> Registry:
 
 
 def slow() -> Registry:
-    """``healthy``, each call of which takes a while."""
+    """``healthy`` with a delay in each call."""
     return healthy(delay=0.01)
 
 
 def in_haste(device: torch.device) -> Timer:
-    """Enough samples for a row, and no more."""
+    """A timer that takes the fewest samples for a row."""
     return Timer(device, visit=0.0, limit=0.05, patience=1.0)
 
 
 def setup(source: str = "planted:healthy", **changes: Any) -> DeviceSetup:
-    """A CPU that is measured in haste."""
+    """The setup of a CPU with few samples per row."""
     here = Environment.detect(CPU, registry_of(source))
     return DeviceSetup(CPU, here, in_haste(CPU), source=source, **{"seconds": PATIENCE, **changes})

@@ -1,4 +1,4 @@
-"""Kernels for a GPU of which one waits for the device while it runs, so that no CUDA graph can be recorded of it."""
+"""Kernels for a GPU, one of which synchronises with the device, so that no CUDA graph can capture it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Recordable(FakeForward):
 
 
 def _launching(out: Tensor) -> Tensor:
-    """More short launches than a GPU queues (1,024), so that the host is never ahead and a replay is tried."""
+    """More short launches than a GPU's queue holds (1,024), so that the call is host-bound and a replay is tried."""
     for _ in range(2000):
         out = out * 1.0
     return out
@@ -29,6 +29,6 @@ def _waiting(out: Tensor) -> Tensor:
 
 
 def recordable() -> Registry:
-    """Two honest kernels, and one that waits, in one backend."""
+    """Two kernels that can be captured and one that synchronises, in one backend."""
     kernels = (Recordable(f"graph:bf16-{name}", name == "waits") for name in ("one", "waits", "two"))
     return Registry([REFERENCE, backend(*kernels)])

@@ -1,4 +1,4 @@
-"""Problems for an FP8 backward, what an exact FP8 forward leaves for it, and its gradients against FP64."""
+"""Problems for an FP8 backward, tensors saved by an exact FP8 forward, and a comparison of gradients with FP64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from attnbench import AttentionSpec, Mask
 from attnbench.kernels.contract import BackwardKernel, Operands, Saved, gradient_dtype
 from attnbench.problem.fp8 import Recipe, quantise
 
-# Longer than every tile, so that blocks are skipped, whole, and cut on both sides.
+# Longer than every tile, so that there are skipped, full and partial blocks on both sides.
 LONG = [
     (150, 260, Mask(right=0, alignment="bottom-right")),
     (260, 130, Mask(right=0, alignment="bottom-right")),
@@ -28,9 +28,9 @@ def rounded_to_e4m3(x: Tensor) -> Tensor:
 
 
 def make(seqlen_q: int, seqlen_kv: int, **more: object) -> tuple[AttentionSpec, tuple[Tensor, ...]]:
-    """A spec, and q, k, v and the output's gradient in bf16, the last one in numbers that e4m3 has."""
-    said = {"batch": 1, "heads": 2, "kv_heads": 1, "head_dim": 32, "direction": "training", **more}
-    spec = AttentionSpec.make(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, **said)
+    """A spec, and q, k, v and the output's gradient in bf16, the last one rounded to numbers that e4m3 represents."""
+    sizes = {"batch": 1, "heads": 2, "kv_heads": 1, "head_dim": 32, "direction": "training", **more}
+    spec = AttentionSpec.make(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, **sizes)
     generator = torch.Generator().manual_seed(0)
 
     def normal(heads: int, length: int, size: int) -> Tensor:
@@ -43,7 +43,7 @@ def make(seqlen_q: int, seqlen_kv: int, **more: object) -> tuple[AttentionSpec, 
 
 
 def saved(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, recipes: tuple[Recipe, ...]) -> Saved:
-    """What an exact FP8 forward would leave: operands, and out and log-sum-exp of exactly those."""
+    """The saved tensors of an exact FP8 forward: quantised operands, and their exact out and log-sum-exp."""
     quantised = (
         quantise(q, recipes[0], rotate=True), quantise(k, recipes[1], rotate=True, smooth=True), quantise(v, recipes[2])
     )  # fmt: skip
@@ -53,7 +53,10 @@ def saved(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, recipes: tuple[R
 
 
 def check(kernel: BackwardKernel, given: Saved, grad_out: Tensor, allowed: float) -> None:
-    """Each gradient within ``allowed`` of FP64 on the operands, relative to it and to a tenth of what cancels in it."""
+    """Asserts that gradients are within ``allowed`` (relative L2) of FP64 on the operands.
+
+    Where terms cancel, the error is relative to a tenth of the norm without cancellation.
+    """
     spec = given.spec
     tensors = given.operands.tensors(torch.float64)
     truth = dense.dense_gradients(*tensors, grad_out, spec)
@@ -66,7 +69,7 @@ def check(kernel: BackwardKernel, given: Saved, grad_out: Tensor, allowed: float
 
 
 def misaligned(x: Tensor) -> Tensor:
-    """The same numbers, from a place on that is no multiple of 16 bytes, where TMA cannot begin to read."""
+    """A copy at an address that is not a multiple of 16 bytes, which TMA cannot read."""
     memory = torch.zeros(x.numel() + 16 // x.element_size() + 1, dtype=x.dtype)
     begin = -memory.data_ptr() % 16 // x.element_size() + 1
     there = memory[begin : begin + x.numel()].view(x.shape)
@@ -75,10 +78,10 @@ def misaligned(x: Tensor) -> Tensor:
 
 
 def interleaved_heads(x: Tensor) -> Tensor:
-    """The same numbers, heads side by side in memory."""
+    """A copy in (B, S, H, D) memory layout."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def with_row_padding(x: Tensor) -> Tensor:
-    """The same numbers, with others behind each row."""
+    """The same values as a view of wider rows."""
     return torch.cat([x, torch.ones_like(x)], 3)[..., : x.shape[3]]

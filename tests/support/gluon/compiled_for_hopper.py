@@ -1,6 +1,6 @@
-"""Triton kernels compiled for Hopper through their own launches, on any machine and without a launch.
+"""Compiles Triton kernels for Hopper with their real launch arguments, on any machine and without running them.
 
-What is compiled lies in Triton's cache on the disk afterwards, where a process with a GPU finds it.
+The compiled kernels are in Triton's disk cache afterwards, where a process with a GPU can load them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def descriptor(kind, *block):
     layout = NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=len(block))
     return f"tensordesc<{kind}[{', '.join(map(str, block))}],{layout!r}>"
 """
-# Compiles for sm_90 what `sources` yields for the json on stdin, and prints what came of each.
+# Compiles for sm_90 the sources that `sources` yields for the JSON on stdin, and prints the result of each.
 _ASSEMBLE = """
 import json, subprocess, sys, tempfile
 import triton
@@ -57,7 +57,7 @@ print(json.dumps(found))
 
 
 class Program(NamedTuple):
-    """What came of a job: most bytes of shared memory, seconds that it took, and what is wrong, or None."""
+    """The result of a job: bytes of shared memory, seconds of compilation, and its problem or None."""
 
     shared: int
     seconds: float
@@ -66,9 +66,9 @@ class Program(NamedTuple):
 
 @contextmanager
 def compiling() -> Iterator[list[Any]]:
-    """Launches of the ``triton`` backend compile for Hopper and start nothing; yields Triton's compiled kernels.
+    """Makes launches of the ``triton`` backend only compile for Hopper; yields the compiled kernels.
 
-    The operands may be on the device ``meta``: of a tensor no more is asked than its dtype, shape and alignment.
+    The operands may be on the device ``meta``: only their dtypes, shapes and alignments are read.
     """
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
@@ -98,31 +98,31 @@ def compiling() -> Iterator[list[Any]]:
 
 
 def assembly_of(sources: str, kernels: Sequence[object], folder: Path) -> list[dict[str, Any]]:
-    """What ptxas says of each kernel, its machine code, its bytes of shared memory and its ttgir.
+    """The messages of ptxas, machine code, bytes of shared memory and ttgir of each kernel.
 
-    None waits for its products one by one, takes more shared memory than there is or has barriers that idle.
-    ``sources`` is code that defines a function of that name: from ``kernels`` to Gluon sources with their registers,
-    which may have ``descriptor(kind, *block)`` among their types.  Triton's cache lies in ``folder``.
+    Asserts that no kernel serialises its wgmma, exceeds the shared memory or has unused barriers.
+    ``sources`` is code that defines a function of that name: it maps ``kernels`` to Gluon sources with their
+    registers, which may have ``descriptor(kind, *block)`` among their types.  Triton's cache lies in ``folder``.
     """
     import triton
 
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     if not all((tools / name).exists() for name in ("ptxas", "cuobjdump")):
-        pytest.skip("this Triton brings no ptxas")
-    found = json_output_of(_DESCRIPTORS + sources + _ASSEMBLE, str(tools), folder=folder, said=kernels)
+        pytest.skip("this Triton has no ptxas")
+    found = json_output_of(_DESCRIPTORS + sources + _ASSEMBLE, str(tools), folder=folder, stdin=kernels)
     for each in found:
-        assert "C75" not in each["said"], each["said"]  # wgmma that ptxas waits for one by one
+        assert "C75" not in each["said"], each["said"]  # ptxas's warning that it serialises wgmma
         assert int(each["shared"]) <= SHARED_MEMORY
         assert not idle_barriers(each["ttgir"])
     return found
 
 
-def json_output_of(program: str, *arguments: str, folder: Path, said: object = None) -> Any:
-    """What a program prints in JSON that reads ``said`` from stdin; its kernels are compiled into ``folder``."""
+def json_output_of(program: str, *arguments: str, folder: Path, stdin: object = None) -> Any:
+    """The JSON output of a program that reads ``stdin`` as JSON; its kernels are compiled into ``folder``."""
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     paths = os.pathsep.join([SUPPORT, environment.get("PYTHONPATH", "")]).strip(os.pathsep)
     done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], input=json.dumps(said), capture_output=True, text=True,
+        [sys.executable, "-c", program, *arguments], input=json.dumps(stdin), capture_output=True, text=True,
         env=environment | {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": paths}, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -130,20 +130,20 @@ def json_output_of(program: str, *arguments: str, folder: Path, said: object = N
 
 
 def idle_barriers(ttgir: str) -> list[str]:
-    """The barriers of a warp-specialised kernel that none of its partitions is given.
+    """The barriers of a warp-specialised kernel that are passed to none of its partitions.
 
-    The compiler lends their memory out, and the GPU may write there what they were.
+    The compiler reuses their memory, and the GPU may still write barrier state there.
     """
     made = re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<[\dx]*xi64,", ttgir)
     (given,) = re.findall(r"ttg\.warp_specialize\(([^)]*)\)", ttgir)
-    assert made, "a kernel whose warps are specialised has barriers"
+    assert made, "no barriers were found in a warp-specialised kernel"
     return [each for each in made if each not in given.split(", ")]
 
 
 def compiled(
     launch: Callable[[Job], object], jobs: Sequence[Job], processes: int, ends: float = float("inf")
 ) -> dict[Job, Program]:
-    """What comes of ``launch(job)`` for each, in many processes, until ``ends`` on the monotonic clock.
+    """The results of ``launch(job)`` for each job, in many processes, until ``ends`` on the monotonic clock.
 
     ``launch`` is a function of a module.
     """
@@ -153,7 +153,7 @@ def compiled(
     done, late = wait(futures, timeout=None if ends == float("inf") else max(0.0, ends - time.monotonic()))
     found = {futures[future]: Program(0, 0.0, "no time left to compile it") for future in late}
     for future in done:
-        broken = future.exception()  # of a process that a compiler took along
+        broken = future.exception()  # a compiler ended the process
         found[futures[future]] = Program(0, 0.0, f"its process died: {broken}") if broken else future.result()
     workers = list((pool._processes or {}).values())
     pool.shutdown(wait=not late, cancel_futures=True)
@@ -170,7 +170,7 @@ def _compile(launch: Callable[[Job], object], job: Job) -> Program:
             launch(job)
         shared = max(each.metadata.shared for each in made)
         if shared > SHARED_MEMORY:
-            problem = f"takes {shared} bytes of shared memory, {SHARED_MEMORY} is all there is"
-    except Exception as error:  # a candidate may fail in any way, and is then none
+            problem = f"takes {shared} bytes of shared memory, {SHARED_MEMORY} is available"
+    except Exception as error:  # a candidate may fail in any way, and is then excluded
         problem = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
     return Program(shared, time.monotonic() - begun, problem)

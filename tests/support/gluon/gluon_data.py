@@ -1,4 +1,4 @@
-"""What Gluon's kernels compute with, on a CPU: blocks, pointers, descriptors and shared memory, in torch's numbers.
+"""The data types of Gluon's kernels on a CPU: blocks, pointers, descriptors and shared memory, as torch tensors.
 
 Shared memory that nobody wrote is no number, and what a partition writes to it nobody sees before its fence.
 """
@@ -22,7 +22,7 @@ _ADDING = threading.Lock()
 
 
 class Block:
-    """A tensor in registers, or a number that all threads share."""
+    """A tensor in registers, or a scalar."""
 
     def __init__(self, data: Any) -> None:
         self.data = data if isinstance(data, Tensor) else torch.tensor(data)
@@ -57,7 +57,7 @@ class Block:
 
 
 def data_of(x: Any) -> Tensor:
-    """The numbers of a block, or of what Python holds."""
+    """The tensor of a block or of a Python number."""
     return x.data if isinstance(x, Block) else torch.tensor(x)
 
 
@@ -80,7 +80,7 @@ _elementwise("mod", torch.fmod)
 
 
 class Pointer:
-    """A place in a tensor in global memory, or a block of places."""
+    """An offset in a tensor in global memory, or a block of offsets."""
 
     def __init__(self, memory: Tensor, place: Any = 0) -> None:
         self.memory, self.place = memory, place
@@ -91,7 +91,7 @@ class Pointer:
 
 
 class Descriptor:
-    """A TMA descriptor: blocks of a contiguous tensor, zeros outside, where nothing is added."""
+    """A TMA descriptor: blocks of a contiguous tensor; reads outside give zeros and additions outside are ignored."""
 
     def __init__(self, memory: Tensor, block: Sequence[int]) -> None:
         self.memory, self.dtype, self.layout = memory, memory.dtype, None
@@ -108,7 +108,7 @@ class Descriptor:
         return found
 
     def add(self, place: Sequence[int], block: Tensor) -> None:
-        """As the L2 adds: the sum is rounded to the tensor's dtype."""
+        """Adds as the L2 does: the sum is rounded to the tensor's dtype."""
         assert (tuple(block.shape), block.dtype) == (self.block_type.shape, self.dtype)
         memory, inside = self._inside(place)
         with _ADDING:
@@ -133,7 +133,7 @@ class _Stored:
 
 
 class Shared:
-    """Shared memory; what nobody wrote is no number."""
+    """Shared memory; elements that were not written are NaN."""
 
     def __init__(self, data: Tensor) -> None:
         self.data, self.shape, self.dtype, self.layout = data, tuple(data.shape), data.dtype, None
@@ -199,7 +199,7 @@ def store(pointer: Pointer, x: Any, mask: Any = True) -> None:
 
 
 def atomic_add(pointer: Pointer, x: int) -> Block:
-    """What one number was before."""
+    """The number's value before the addition."""
     with _ADDING:
         before = Block(load(pointer).data.clone())
         store(pointer, before + x)

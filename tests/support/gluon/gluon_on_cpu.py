@@ -1,4 +1,4 @@
-"""As much of Gluon for Hopper as our kernels use, on a CPU: partitions are threads, and barriers make them wait.
+"""The subset of Gluon for Hopper that our kernels use, on a CPU: partitions are threads that wait at barriers.
 
 ``emulated()`` puts it in Triton's place: a kernel that is imported meanwhile runs when it is launched.  What kernels
 compute with is in ``gluon_data.py``, how their partitions run in ``gluon_partitions.py``.
@@ -52,7 +52,7 @@ def _two(operation: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], 
 def _extreme(
     operation: Callable[[Tensor, Tensor], Tensor], propagating: Callable[[Tensor, Tensor], Tensor]
 ) -> Callable[..., Block]:
-    """The other one of a number and NaN, unless the kernel asks for NaN."""
+    """Ignores NaN unless the kernel asks to propagate it."""
 
     def of(x: Any, y: Any, propagate_nan: Any = None) -> Block:
         return _two(operation if propagate_nan is None else propagating)(x, y)
@@ -61,7 +61,7 @@ def _extreme(
 
 
 def _alike(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """A number without a type of its own, as Python's are, has that of the tensor beside it."""
+    """A Python number takes the dtype of the tensor operand."""
     if x.is_floating_point() and y.is_floating_point() and x.dtype != y.dtype:
         return (x.to(y.dtype), y) if x.dim() == 0 else (x, y.to(x.dtype))
     return x, y
@@ -73,7 +73,7 @@ def _multiplied_and_added(x: Any, y: Any, z: Any) -> Block:
 
 
 def _layout(**said: Any) -> None:
-    """Nothing: no layout is emulated."""
+    """Does nothing: layouts are not emulated."""
 
 
 # What our kernels say in PTX, by an instruction in it.
@@ -128,7 +128,7 @@ def _language() -> ModuleType:
 
 @contextmanager
 def emulated(late: Callable[[], bool], *modules: str) -> Iterator[None]:
-    """Gluon is this one meanwhile, and ``modules``, which hold kernels, are imported anew.
+    """Replaces Gluon in the block and reimports ``modules``, which contain kernels.
 
     ``late`` says of each program when what is asynchronous happens.
     """
@@ -176,7 +176,7 @@ def emulated(late: Callable[[], bool], *modules: str) -> Iterator[None]:
 
 
 def _forget() -> None:
-    """What launches keep from call to call is either Gluon's or ours, and serves the other no more."""
+    """Clears the caches of launches, which are valid only for either Gluon or the emulator."""
     for name, module in list(sys.modules.items()):
         if name.startswith("attnbench.backends.triton."):
             for kept in vars(module).values():

@@ -1,4 +1,4 @@
-"""How the partitions of a Gluon program run on a CPU: they are threads, and barriers make them wait.
+"""Runs the partitions of a Gluon program on a CPU: they are threads that wait at barriers.
 
 What is asynchronous happens as early as a GPU may do it or as late: copies to shared memory when they are asked for or
 when their barrier is waited for, matrix products and additions to global memory when they are started or when they are
@@ -32,7 +32,7 @@ class Program:
 
 
 class Barrier:
-    """An mbarrier (PTX ISA): a phase ends when everybody arrived and all bytes that were announced are there."""
+    """An mbarrier (PTX ISA): a phase ends after all arrivals and when all announced bytes were copied."""
 
     def __init__(self) -> None:
         self.program: Program = STATE.program
@@ -79,7 +79,7 @@ class Barriers:
 
 
 class Product(Block):
-    """A block that a matrix product under way will be; nobody may read it."""
+    """The result of a pending matrix product; it must not be read yet."""
 
     def __init__(self, a: Any, b: Shared, acc: Any) -> None:
         self.a, self.b, self.acc = a, b, acc
@@ -186,7 +186,7 @@ def specialize(partitions: Sequence[Any], warps: Sequence[int], registers: Seque
 
 
 class Kernel:
-    """A function that was jitted: launched, its programs run one after the other."""
+    """A jitted function; a launch runs its programs one after the other."""
 
     def __init__(self, function: Callable[..., Any], late: Callable[[], bool]) -> None:
         self.function, self.late, self.__name__ = function, late, function.__name__

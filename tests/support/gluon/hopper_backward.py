@@ -1,4 +1,4 @@
-"""Cases for the FP8 backward's Hopper kernels, and what is wrong with a kernel on one of them.
+"""Cases for the FP8 backward's Hopper kernels, and checks of a kernel on one of them.
 
 The answer is held against the same kernel in plain Triton and against dense FP64 on the operands.  On a machine
 without a GPU the Hopper kernels are emulated and the plain ones interpreted, which takes the small cases alone.
@@ -69,7 +69,7 @@ _CAUSAL, _CAUSAL_END = Mask(right=0), Mask(right=0, alignment=_END)
 
 
 class Case(NamedTuple):
-    """A problem; ``all_rings`` says that every ring runs it, not the first alone."""
+    """A problem; with ``all_rings`` every ring runs it, otherwise only the first."""
 
     spec: AttentionSpec
     rotation: Literal["none", "hadamard"] = "hadamard"
@@ -123,7 +123,7 @@ CASES = {
 
 
 def jobs_of(kind: Kind, narrow: bool) -> list[Job]:
-    """All that a kernel is tried on, with e4m3 in the sums (``narrow``) or bf16."""
+    """All jobs of a kernel, with e4m3 in the sums (``narrow``) or bf16."""
     jobs = []
     for name, case in CASES.items():
         rings = RINGS.get((kind, 64 if max(case.spec.head_dim, case.spec.head_dim_v) <= 64 else 128, narrow), ())
@@ -132,7 +132,7 @@ def jobs_of(kind: Kind, narrow: bool) -> list[Job]:
 
 
 class Problem(NamedTuple):
-    """A case on a device: the operands, what plain and Hopper kernels read, and the gradient of the output."""
+    """A case on a device: the operands, the inputs of plain and Hopper kernels, and the gradient of the output."""
 
     spec: AttentionSpec
     operands: Operands
@@ -173,14 +173,14 @@ def _problem(case: Case, device: str, narrow: bool, fused: bool) -> Problem:
 
 
 def additions(spec: AttentionSpec) -> int:
-    """How many programs of the fused kernel add to a dQ at most."""
+    """The largest number of programs of the fused kernel that add to one dQ."""
     from attnbench.backends.triton.backward.hopper.launch import KEPT
 
     return -(-spec.seqlen_kv // KEPT)
 
 
 def sums_off(spec: AttentionSpec) -> float:
-    """Relative L2 that dQ of the fused kernel may be off by because its sums are in bf16.
+    """The relative L2 error of the fused kernel's dQ that its bf16 sums may cause.
 
     What is added was rounded, and every sum but the first, which is one addend, is: as if the whole were rounded as
     often as there are additions, where no sum on the way is larger than it, and errors add up as random steps do.
@@ -215,7 +215,7 @@ def launch(job: Job) -> None:
 
 
 def check_all(jobs: list[Job], say: Callable[[Any], None]) -> None:
-    """Says of each job what is wrong, None where nothing is."""
+    """Sends the problem of each job, or None."""
     on_gpu = torch.cuda.is_available()
     dense.visible = visible  # the same a row at a time
     torch.zeros(1, device="cuda" if on_gpu else "cpu")  # the GPU's context takes long, and is no case's
@@ -226,7 +226,7 @@ def check_all(jobs: list[Job], say: Callable[[Any], None]) -> None:
 
 
 def problem_of(job: Job) -> str | None:
-    """What a person would want to know of it, in a line."""
+    """The problem of a job in one line, or None."""
     problem, plain, truth, sizes = _known(job.case, job.kind, job.narrow)
     tile, dtype = PLAIN._replace(hopper=job.ring), gradient_dtype(problem.spec)
     first, *more = (run(problem.hopper, job.kind, tile, dtype, job.narrow) for _ in range(RUNS))
@@ -250,7 +250,7 @@ def problem_of(job: Job) -> str | None:
 def _known(
     name: str, kind: Kind, narrow: bool
 ) -> tuple[Problem, tuple[Tensor, ...], tuple[Tensor, ...], tuple[float, ...]]:
-    """The case that was asked for last is kept, for other rings."""
+    """The last case is cached for other rings."""
     problem = _problem(CASES[name], "cuda" if torch.cuda.is_available() else "cpu", narrow, kind == "all")
     exact = (*problem.operands.tensors(torch.float64), problem.grad_out, problem.spec)
     part = {"keys": slice(1, 3), "queries": slice(0, 1), "all": slice(0, 3)}[kind]
@@ -260,7 +260,7 @@ def _known(
 
 @contextmanager
 def on_cpu(late: Callable[[], bool], ran: Callable[[str, Prepared], None] | None = None) -> Iterator[None]:
-    """Gluon's kernels run in the emulator, and Triton's interpreter runs the others.
+    """Runs Gluon's kernels in the emulator and the others in Triton's interpreter.
 
     ``late`` says of each program when what is asynchronous happens; ``ran`` is told of what runs, and on what.
     """
@@ -284,11 +284,11 @@ def on_cpu(late: Callable[[], bool], ran: Callable[[str, Prepared], None] | None
 
 
 def wrong(jobs: list[Job], found: dict[Job, Any]) -> list[str]:
-    """A line for each job that is not right."""
+    """A line for each job with a problem."""
     said = {job: found.get(job, "not reached in time") for job in jobs}
     return [f"{name_of(job)}: {x.reason if isinstance(x, ItemLost) else x}" for job, x in said.items() if x]
 
 
 def name_of(job: Job) -> str:
-    """Of a job, for people."""
+    """The printed name of a job."""
     return f"{job.kind}, {'e4m3 sums, ' if job.narrow else ''}{job.case}, {job.ring}"

@@ -1,4 +1,4 @@
-"""The forward's Hopper kernel on a CPU: three multiprocessors, whose Gluon is the emulator's."""
+"""Runs the forward's Hopper kernel in the Gluon emulator on a CPU, as if with three multiprocessors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MODULES = [
 
 @contextmanager
 def forward_on_cpu(late: Callable[[], bool]) -> Iterator[None]:
-    """``late`` says of each program when what is asynchronous happens."""
+    """Runs the kernel emulated in the block; ``late`` decides for each program when asynchronous operations happen."""
     from attnbench.backends.triton.forward import launch
     from attnbench.backends.triton.forward.hopper import launch as hopper
 
@@ -31,7 +31,7 @@ def forward_on_cpu(late: Callable[[], bool]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hopper, "runs_on", lambda device: True)
         patch.setattr(hopper, "_multiprocessors", lambda device: 3)
-        # Nothing is kept of a layout, because its kernel is the emulator's.
+        # Layouts are not cached, because they hold the emulator's kernel.
         for name, function in {"layout_of": launch.layout_of.__wrapped__, "attend": launch.attend}.items():
             patch.setattr(launch, name, emulating(function))
         yield

@@ -1,4 +1,4 @@
-"""Tensors to be quantised, and what is asked of the result."""
+"""Tensors to quantise, and helpers to compare the results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def laid_out(shape, layout, dtype, seed=0, exponent=0):
-    """Normal numbers (B, H, S, D) of very different magnitudes, in the named order of axes in memory."""
+    """Normal numbers (B, H, S, D) of very different magnitudes, in the named memory layout."""
     generator = torch.Generator().manual_seed(seed)
     b, h, s, d = shape
     x = torch.randn(shape, generator=generator) * torch.exp(2 * torch.randn(b, h, s, 1, generator=generator))

@@ -1,4 +1,4 @@
-"""A model small enough to train hundreds of steps in a second, and attentions that are wrong on purpose."""
+"""A model that trains hundreds of steps in a second, and attention functions with injected errors."""
 
 from datetime import datetime, timezone
 from functools import cache
@@ -20,7 +20,7 @@ VOCAB, WIDTH, HEADS, LENGTH = 16, 16, 2, 12
 
 
 def small(**settings) -> TrainConfig:
-    """The configuration of the small model; what it is called beside that changes nothing."""
+    """The configuration of the small model; the model name has no effect."""
     return TrainConfig.make(
         "gpt",
         **{"seqlen": LENGTH, "batch": 4, "steps": 20, "policy": "fp32", "attention": "sdpa", "lr": 0.01} | settings,
@@ -32,7 +32,7 @@ def exact(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
 
 
 def rounded(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-    """The same sums in fp64: the answers differ by rounding alone."""
+    """Attention in fp64: results differ from ``exact`` only by rounding."""
     return exact(q.double(), k.double(), v.double(), is_causal).float()
 
 
@@ -44,7 +44,7 @@ def gradient_times(factor: float):
 
 
 def not_a_number_after(calls: int):
-    """Right, until it has been called that often."""
+    """Exact for this number of calls, then NaN."""
     left = [calls]
 
     def attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
@@ -101,7 +101,7 @@ class SmallTrainable(Trainable):
 
 @cache
 def _sample(seed: int, number: int) -> Tensor:
-    """Each token is the one three before plus one, now and then any: only attention can tell."""
+    """Each token is the one three positions before plus one, or sometimes random: predicting it needs attention."""
     generator = torch.Generator().manual_seed(seed * 10**6 + number)
     row = torch.randint(VOCAB, (LENGTH + 1,), generator=generator).tolist()
     kept = torch.rand(LENGTH + 1, generator=generator).tolist()

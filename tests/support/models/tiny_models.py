@@ -1,4 +1,4 @@
-"""Tiny models of transformers and diffusers with random weights, and what one step of them yields."""
+"""Tiny models of transformers and diffusers with random weights, and one training step of them."""
 
 import copy
 
@@ -31,12 +31,12 @@ ENCODER = {
     **SPECIAL,
 }
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-# Random weights attend to all keys alike; with these larger it matters which keys a query sees.
+# Random weights attend to all keys almost equally; scaling these makes the mask matter.
 _SCORING = ("q_proj.weight", "k_proj.weight", "c_attn.weight", "query.weight", "key.weight", "Wqkv.weight")
 
 
 def decoders(kind, settings, theirs="sdpa", ours="attnbench", auto="AutoModelForCausalLM", gain=8):
-    """Two models of transformers with the same weights, around their own attention and around ours, in eval mode."""
+    """Two transformers models with the same weights in eval mode: with transformers' attention and with ours."""
     import transformers
 
     torch.manual_seed(0)
@@ -57,7 +57,7 @@ def tokens(batch=2, length=40, seed=1):
 
 
 def flux():
-    """A transformer of diffusers whose layers ask its dispatcher, and its inputs."""
+    """A diffusers transformer whose layers use its attention dispatcher, and its inputs."""
     from diffusers import FluxTransformer2DModel
 
     torch.manual_seed(0)
@@ -76,7 +76,7 @@ def flux():
 
 
 def step(model, *inputs, labels=None, **named):
-    """The model's first output and its gradients, from the loss where there are labels."""
+    """The model's first output and its gradients, of the loss if there are labels."""
     model.zero_grad(set_to_none=True)
     if labels is not None:
         answer = model(*inputs, labels=labels, **named)
@@ -95,7 +95,7 @@ def error(found, wanted):
 
 
 def worst(found, wanted, least=1e-5):
-    """The largest relative L2 error among gradients; what cancels to rounding alone is measured by the largest."""
+    """The largest relative L2 error of the gradients; tiny ones are compared relative to the largest gradient."""
     assert found.keys() == wanted.keys()
     largest = max(float(each.double().norm()) for each in wanted.values())
     return max(

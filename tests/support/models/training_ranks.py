@@ -1,4 +1,4 @@
-"""One rank that trains the small model, as torchrun starts it; says every step, and writes its losses."""
+"""One rank that trains the small model, started by torchrun; prints every step and writes its losses."""
 
 import faulthandler
 import json
@@ -20,7 +20,7 @@ EVERY = 3  # steps between checkpoints
 
 
 def main(folder: Path, settings: dict, pause: float) -> None:
-    faulthandler.dump_traceback_later(PATIENCE / 2, exit=True)  # one that hangs says where, before it is ended
+    faulthandler.dump_traceback_later(PATIENCE / 2, exit=True)  # a rank that hangs prints its stack
     torch.set_num_threads(1)
     with join_ranks("cpu") as ranks:
 
@@ -40,7 +40,7 @@ def main(folder: Path, settings: dict, pause: float) -> None:
 
 
 def run_forked_ranks(folder: Path, settings: dict, world: int) -> None:
-    """As many ranks, forked from this process, which has loaded torch for all; exits with 1 where one of them fails."""
+    """Runs ranks forked from this process, which has loaded torch; exits with 1 if one of them fails."""
     ranks = []
     for rank in range(world):
         if not (pid := os.fork()):

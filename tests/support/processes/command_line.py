@@ -1,4 +1,4 @@
-"""The command line run in this process or in one of its own, and what an error of it looks like."""
+"""Runs the command line in this process or in a new one, and asserts what its errors look like."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHAPE = ("--heads", "4", "--seqlen", "64", "--head-dim", "32")
 
 
 class Run(NamedTuple):
-    """What a command printed and the code it ended with."""
+    """The exit code and output of a command."""
 
     returncode: int | str | None
     stdout: str
@@ -27,7 +27,7 @@ class Run(NamedTuple):
 
 
 def attnbench(*arguments: object) -> Run:
-    """Runs the command in this process, which has paid for importing torch, as the console script would."""
+    """Runs the command like the console script, but in this process, which has already imported torch."""
     forget()
     with (
         pytest.MonkeyPatch.context() as patch,
@@ -35,21 +35,21 @@ def attnbench(*arguments: object) -> Run:
         redirect_stderr(io.StringIO()) as err,
     ):
         patch.setattr(sys, "argv", ["attnbench", *map(str, arguments)])
-        patch.setattr(warnings, "formatwarning", warnings.formatwarning)  # main sets its own
+        patch.setattr(warnings, "formatwarning", warnings.formatwarning)  # main replaces it
         with pytest.raises(SystemExit) as end:
             main()
     return Run(end.value.code, out.getvalue(), err.getvalue())
 
 
 def expect(*arguments: object, code: int = 0) -> Run:
-    """The same, with this exit code."""
+    """Runs the command in this process and asserts its exit code."""
     run = attnbench(*arguments)
     assert (run.returncode or 0) == code, run.stdout + run.stderr
     return run
 
 
 def process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Runs the command in a process of its own, for what only a process can show."""
+    """Runs the command in a new process, for behaviour that needs one."""
     command = [sys.executable, "-m", "attnbench", *arguments]
     return subprocess.run(
         command, **{"capture_output": True, "text": True, "timeout": PATIENCE, "check": False, **options}
@@ -57,7 +57,7 @@ def process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]
 
 
 def fails(run: Run | subprocess.CompletedProcess[str], code: int, *said: str) -> None:
-    """It ended with this exit code and said so on standard error, without a traceback."""
+    """Asserts this exit code and these messages on standard error, without a traceback."""
     assert run.returncode == code, run.stderr
     assert "Traceback" not in run.stderr
     for each in said:
@@ -65,7 +65,7 @@ def fails(run: Run | subprocess.CompletedProcess[str], code: int, *said: str) ->
 
 
 def fails_in_one_line(run: Run | subprocess.CompletedProcess[str], code: int, *said: str) -> None:
-    """The same for an error of ours: one line that begins with the program's name."""
+    """The same for attnbench's own errors: one line that begins with the program's name."""
     fails(run, code, *said)
     assert run.stderr.startswith("attnbench: ")
     assert run.stderr.count("\n") == 1, run.stderr

@@ -1,4 +1,4 @@
-"""What the tests of frozen choices choose among: fake kernels, questions to ask of them, and tables that order them."""
+"""Fake kernels, specs and tables that rank the kernels, for the tests of frozen choices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def kernels(cuda: bool = False) -> Registry:
-    """slow and fast, in 16 bits and with fast in FP8; gone cannot be used."""
+    """The backends slow and fast with 16-bit kernels, fast with an FP8 one too, and gone, which is unavailable."""
     found = [
         fake_backend("slow", FakeForward("slow:bf16", preference=10), FakeBackward("slow:bf16")),
         fake_backend(
@@ -38,7 +38,7 @@ def kernels(cuda: bool = False) -> Registry:
 
 
 def install(patch: pytest.MonkeyPatch, known: Registry) -> None:
-    """Make it what choices are made among."""
+    """Makes choices use this registry."""
     for module in (selector, freezing):
         patch.setattr(module, "registry", lambda: known)
 
@@ -56,7 +56,7 @@ ENTRIES = {"slow:bf16": 0.002, "fast:bf16": 0.003, "fast:fp8": 0.08}
 
 
 def table(*order: str) -> Table:
-    """All the specs measured, the first of the plans to be the fastest."""
+    """A table of all specs in which earlier plans are faster."""
     entries = []
     for one in SPECS:
         for time, name in enumerate(order, 1):
@@ -67,7 +67,7 @@ def table(*order: str) -> Table:
 
 @contextmanager
 def fake_choices(patch: pytest.MonkeyPatch) -> Iterator[Callable[..., Registry]]:
-    """The fake kernels, and no table; what is given makes one of plans in their order, and answers the kernels."""
+    """Installs the fake kernels without a table; the yielded function installs a table that ranks plans in order."""
     known = kernels()
     install(patch, known)
     patch.setattr(selector, "known_tables", lambda device: Known())

@@ -1,4 +1,4 @@
-"""What one rank of a test of frozen choices does: tables that disagree, and the plans that ran all the same."""
+"""One rank of a test of frozen choices: ranks have different tables and must still run the same plans."""
 
 import json
 import sys
@@ -27,7 +27,7 @@ def tensors(length: int) -> list[torch.Tensor]:
 
 
 def prefer(favourite: str) -> None:
-    """Write a table of this user's in which that backend wins wherever it is asked about here."""
+    """Writes a user table in which that backend is the fastest for every spec of this script."""
     entries = []
     for length, direction in [*((length, "forward") for length in LENGTHS), (8, "training")]:
         for mask in (ranks_mask(), {}):
@@ -47,7 +47,7 @@ def ranks_mask() -> dict[str, bool]:
 
 
 def run(rank: int, folder: Path, missing: str, favourite: str, *kinds: str) -> None:
-    """Writes which plan ran for each spec, and what the tables would have chosen."""
+    """Writes the plan that ran for each spec, and the plans that the tables alone choose."""
     prefer(favourite)
     ran: dict[str, list[str]] = {}
     original = Execution.answer
@@ -78,9 +78,9 @@ def run(rank: int, folder: Path, missing: str, favourite: str, *kinds: str) -> N
 
 
 def main(rank: int, folder: Path, *kinds: str) -> None:
-    """Records a file, and repeats it where each rank's table prefers what the other's did."""
-    ranks.PLAN = "auto"  # which its layers read
-    ranks.join(rank, folder / "store")  # which sets the threads that a table is bound to
+    """Records a file, and repeats it after each rank's table got the preference of the other's."""
+    ranks.PLAN = "auto"  # read by the layers of ``ranks``
+    ranks.join(rank, folder / "store")  # sets the number of threads that a table is bound to
     run(rank, folder, "record", FAVOURITES[rank], "ddp")
     dist.barrier()
     if rank == 0:

@@ -1,4 +1,4 @@
-"""pytest sessions in folders of their own, for the tests of the plug-in that hands our times to pytest-benchmark."""
+"""pytest sessions in separate folders, for the tests of the plug-in that passes our times to pytest-benchmark."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from places import SUPPORT
 
 
 def environment_without_xdist() -> dict[str, str]:
-    """The environment without what says that xdist is on, where pytest-benchmark measures nothing."""
+    """The environment without xdist's variables, with which pytest-benchmark measures nothing."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
 
 
 def pytest_in(folder: Path, *arguments: object, **environ: str) -> subprocess.CompletedProcess[str]:
-    """A pytest session in the folder, for which a backend that lies in it is installed, with these variables set."""
+    """Runs pytest in the folder with these environment variables; a backend in the folder counts as installed."""
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(folder), *map(str, arguments)],
         capture_output=True,
@@ -29,7 +29,7 @@ def pytest_in(folder: Path, *arguments: object, **environ: str) -> subprocess.Co
     )
 
 
-# A backend that answers after a while, one kernel of which ends its process.
+# A backend with one slow kernel and one that ends its process.
 PLANTED = """
 import os, time
 from planted import FakeBackward, FakeForward
@@ -50,7 +50,7 @@ def install(folder: Path, program: str = PLANTED) -> None:
     (info / "entry_points.txt").write_text("[attnbench.backends]\nplanted = planted_plugin:BACKEND\n")
 
 
-# How a file of tests begins that measures.
+# The beginning of a test file that measures.
 HEAD = """
 from pathlib import Path
 import pytest

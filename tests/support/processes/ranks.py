@@ -1,4 +1,4 @@
-"""What one rank of a distributed test does; imported by the processes that torch starts."""
+"""One rank of a distributed test; imported by the processes that torch starts."""
 
 import faulthandler
 import os
@@ -24,9 +24,9 @@ PLAN = "emulated:fp8>sdpa-flash:fp32"
 
 
 def run_ranks(script: str, arguments: Sequence[Sequence[str]], caches: Path) -> None:
-    """Runs a script once a rank, with these arguments and a cache folder each; raises what any of them says it died of.
+    """Runs a script for each rank with its arguments and its own cache folder; fails with the errors of all ranks.
 
-    A rank that hangs, most often because the other one died, says where.
+    A rank that hangs, usually because the other one died, prints its stack.
     """
     processes = [
         subprocess.Popen(
@@ -36,26 +36,26 @@ def run_ranks(script: str, arguments: Sequence[Sequence[str]], caches: Path) -> 
         for rank, own in enumerate(arguments)
     ]  # fmt: skip
     try:
-        said = [process.communicate(timeout=2 * PATIENCE)[1] for process in processes]
+        errors = [process.communicate(timeout=2 * PATIENCE)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()
     codes = [process.returncode for process in processes]
-    assert codes == [0] * len(arguments), "\n".join(f"rank {i}, {codes[i]}: {each}" for i, each in enumerate(said))
+    assert codes == [0] * len(arguments), "\n".join(f"rank {i}, {codes[i]}: {each}" for i, each in enumerate(errors))
 
 
 def join(rank: int, store: Path) -> None:
-    """What every rank does first."""
+    """Initialises a rank."""
     faulthandler.dump_traceback_later(PATIENCE, exit=True)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(store), RANKS), rank=rank, world_size=RANKS)
 
 
 def leave() -> None:
-    """What every rank does last: end without destructors.
+    """Ends a rank without destructors.
 
-    The group's own joins a thread of gloo's while it holds the interpreter's lock, for which that thread may wait to
-    let go of the last barrier, as torch 2.13 once did here.
+    The process group's destructor joins a gloo thread while it holds the GIL, and that thread may need the GIL to
+    finish the last barrier: a deadlock that was seen with torch 2.13.
     """
     dist.barrier()
     dist.destroy_process_group()
@@ -64,7 +64,7 @@ def leave() -> None:
 
 
 class Layer(nn.Module):
-    """Attention of rows (B, S, width), or, packed, of the sequences that start at these tokens of all rows."""
+    """Attention over rows (B, S, width), or over packed sequences with these start offsets."""
 
     def __init__(self, plan: str, starts: Sequence[int] = (), width: int = 32, heads: int = 2) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def model(plan: str = PLAN) -> nn.Module:
 
 
 def batches() -> Tensor:
-    """(rank, B, S, width): what each rank is given."""
+    """(rank, B, S, width): the input of each rank."""
     return torch.randn(RANKS, 2, 8, 32, generator=torch.Generator().manual_seed(1))
 
 
@@ -112,7 +112,7 @@ def distributed_model(kind: str) -> nn.Module:
 
 
 def main(rank: int, folder: Path) -> None:
-    """Writes for each kind the gradients that rank 0 sees, whole."""
+    """Writes the full gradients of rank 0 for each kind."""
     join(rank, folder / "store")
     for kind in KINDS:
         torch._dynamo.reset()

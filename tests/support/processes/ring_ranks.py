@@ -1,6 +1,6 @@
-"""What ranks that share sequences find; forked from one process, which has loaded torch for all.
+"""Ranks that share sequences; forked from one process that has already loaded torch.
 
-Each writes by name the relative errors of out, its log-sum-exp and the gradients of its places, or what was raised.
+Each rank writes results by name: the relative errors of out, lse and gradients at its positions, or an error message.
 """
 
 import faulthandler
@@ -41,13 +41,13 @@ PLANS = {
 
 
 def draw(dtype):
-    """q, k, v and dO of the whole sequences: two of them, heads in groups of two."""
+    """q, k, v and dO of two whole sequences, with heads in groups of two."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(2, heads, S, D, generator=generator).to(dtype) for heads in (4, 2, 2, 4)]
 
 
 def errors(mesh, plan, causal=True, layout="bhsd"):
-    """Of this rank's places, against exact attention of the whole; and the type of what was sent."""
+    """Errors at this rank's positions against exact attention of the whole, and the dtype of the sent tensors."""
     whole = draw(torch.float32 if plan.endswith("fp32") else torch.bfloat16)
     q, k, v, grad_out = (shard(mesh, x, 2) for x in whole)
     q, k, v, grad_out = (x.transpose(1, 2) if layout == "bshd" else x for x in (q, k, v, grad_out))
@@ -57,7 +57,7 @@ def errors(mesh, plan, causal=True, layout="bhsd"):
         out, lse = attention(*leaves, **asked, return_lse=True)
         found = [out, lse, *torch.autograd.grad(out, leaves, grad_out)]
         quiet = attention(*(x.detach() for x in leaves), **asked)
-    assert torch.equal(quiet, out), "without gradients it is the same"
+    assert torch.equal(quiet, out), "the result differs without gradients"
     (sent,) = shared.sent
     if layout == "bshd":
         found = [x.transpose(1, 2) if x.ndim == 4 else x for x in found]
@@ -70,7 +70,7 @@ def errors(mesh, plan, causal=True, layout="bhsd"):
 
 
 def message_of(act):
-    """What ``act`` raises of ours, in words."""
+    """The message of the AttnbenchError that ``act`` raises, or \"nothing\"."""
     try:
         act()
     except AttnbenchError as error:
@@ -85,7 +85,7 @@ def attend(mesh, length=8, **asked):
 
 
 def mismatched_lengths_after_agreement(mesh, rank):
-    """Ranks that agreed on two lengths before, and now differ."""
+    """The error of ranks that agreed on two lengths before and now use different ones."""
     for length in (8, 12):
         attend(mesh, length)
     with mock.patch.dict(os.environ, {"ATTNBENCH_CHECK": "1"}):
@@ -94,7 +94,7 @@ def mismatched_lengths_after_agreement(mesh, rank):
 
 
 def buffers(mesh):
-    """Tokens that are sharded within the block and whole after it."""
+    """Tokens are sharded in the block and whole after it; errors for invalid buffers."""
     tokens, lost = torch.arange(16)[None].clone(), torch.arange(16).clone()
     given = {"buffers": [tokens, lost], "buffer_seq_dims": [1, 0], "no_restore_buffers": {lost}}
     with context_parallel(mesh, **given):
@@ -114,7 +114,7 @@ def buffers(mesh):
 
 
 def fsdp_checkpoint_error(mesh, compiled):
-    """The gradients of a model in FSDP2 whose layers are computed again, worst over its parameters."""
+    """The largest gradient error over the parameters of an FSDP2 model with checkpointed layers."""
     x = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(1))
     truth = ranks.gradients(ranks.model("sdpa-flash:fp32"), x)
     net = ranks.model("sdpa-flash:fp32")
@@ -156,7 +156,7 @@ def llama_error(mesh):
     with context_parallel(mesh):
         own = [shard(mesh, x, 1) for x in (tokens, positions)]
         found = model(own[0], position_ids=own[1], attention_mask=torch.ones_like(own[0])).logits
-        # Without a mask positions that leap begin a sequence; the last rank's do not leap.
+        # Without a mask a jump in positions begins a sequence; the last rank's have no jump.
         split = (
             message_of(lambda: model(own[0], position_ids=own[1], use_cache=False)) if mesh.get_rank() == 0 else None
         )
@@ -164,7 +164,7 @@ def llama_error(mesh):
 
 
 def losses(rank, size, folder):
-    """Of a training whose samples the ranks share, and of the same by one rank."""
+    """Losses of a training run whose samples the ranks share, and of the same run on one rank."""
     from attnbench.harness.training.config import TrainConfig
     from attnbench.harness.training.run.loop import LoopOptions, train
     from attnbench.harness.training.run.parallel import Ranks
@@ -181,7 +181,7 @@ def losses(rank, size, folder):
 
 
 def torch_ring_message(mesh):
-    """What torch's ring, which a training with sdpa is in, says on a CPU."""
+    """The error of torch's ring attention, which training with sdpa uses, on a CPU."""
     from attnbench.harness.training.config import TrainConfig
     from attnbench.harness.training.run.parallel import _sharing
 
@@ -196,7 +196,7 @@ def torch_ring_message(mesh):
 
 
 def check(mesh, rank, size, folder, thorough):
-    """Yield (name, what was found)."""
+    """Yields (name, result)."""
     for name, plan in PLANS.items():
         yield name, errors(mesh, plan)
         if thorough or name == "e4m3":

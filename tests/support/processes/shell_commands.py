@@ -1,4 +1,4 @@
-"""The commands of attnbench in the shell scripts of a page."""
+"""Finds the attnbench commands in the shell scripts of a page."""
 
 from __future__ import annotations
 

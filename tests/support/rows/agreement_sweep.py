@@ -1,4 +1,4 @@
-"""Many specs through many kernels in one process, every disagreement with dense FP64 collected and none raised."""
+"""Runs many specs on many kernels in one process and collects their disagreements with dense FP64 without raising."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from attnbench.problem.dtypes import TO_TORCH
 
 
 def visible(spec: AttentionSpec) -> Tensor:
-    """What dense.visible answers, a row at a time instead of a pair at a time."""
+    """The same as dense.visible, computed row by row instead of pair by pair."""
     sees = torch.zeros(spec.seqlen_q, spec.seqlen_kv, dtype=torch.bool)
     for row in range(spec.seqlen_q):
         start, stop = spec.mask.span(row, spec.seqlen_q, spec.seqlen_kv)
@@ -27,7 +27,7 @@ def visible(spec: AttentionSpec) -> Tensor:
 
 @dataclass(frozen=True)
 class Truth:
-    """Tensors of one spec on the device, and what exact attention makes of them."""
+    """Tensors of one spec on the device, and their exact attention."""
 
     spec: AttentionSpec
     inputs: tuple[Tensor, ...]
@@ -60,7 +60,7 @@ class Truth:
 
 @dataclass
 class Sweep:
-    """What came of it, by kernel."""
+    """Counts, worst errors and faults by kernel."""
 
     device: torch.device
     served: Counter[str] = field(default_factory=Counter)
@@ -71,7 +71,7 @@ class Sweep:
     def forward(
         self, kernel: ForwardKernel, truth: Truth, error: float | None = None
     ) -> tuple[Operands, Result] | None:
-        """Runs the kernel where it does not refuse; out and log-sum-exp are within ``error``, or what it declares."""
+        """Runs the kernel unless it refuses; compares out and log-sum-exp within ``error`` or its declared error."""
         spec, (q, k, v, _) = truth.spec, truth.inputs
         allowed = kernel.declared_error if error is None else error
         if not self._serves(kernel, spec, f"{kernel.name} fwd"):
@@ -96,12 +96,12 @@ class Sweep:
         return operands, result
 
     def floor(self, kernel: ForwardKernel, truth: Truth, operands: Operands, error: float) -> None:
-        """Compares with exact attention on what the kernel quantised, where less is allowed."""
+        """Compares with exact attention on the kernel's quantised operands, within a smaller error."""
         out, lse = dense.dense_attention(*operands.tensors(torch.float64), truth.spec)
         self.forward(kernel, replace(truth, out=out, lse=lse), error)
 
     def backward(self, kernel: BackwardKernel, truth: Truth, saved: Saved, factor: float = 2.0) -> None:
-        """Runs the kernel where it does not refuse, and compares the gradients."""
+        """Runs the kernel unless it refuses, and compares the gradients."""
         spec, grad, name = truth.spec, truth.inputs[3], f"{kernel.name} bwd"
         if not self._serves(kernel, spec, name):
             return
@@ -113,7 +113,7 @@ class Sweep:
             self.faults[name].append(f"{spec}: {_short(error)}")
 
     def exact(self, truth: Truth) -> Saved:
-        """What another, exact forward would hand over."""
+        """The saved tensors of an exact forward."""
         spec, (q, k, v, _) = truth.spec, truth.inputs
         wide = torch.float64 if spec.dtype == "fp64" else torch.float32
         return Saved(Operands(spec, q, k, v), truth.out.to(TO_TORCH[spec.dtype]), truth.lse.to(wide))

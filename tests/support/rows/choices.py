@@ -1,4 +1,4 @@
-"""A registry of fakes, tables of their times, and the choices by them."""
+"""A registry of fake kernels, tables of their times, and choices from these."""
 
 import torch
 from fakes import FakeBackward, FakeForward, an_environment, fake_backend, fake_registry

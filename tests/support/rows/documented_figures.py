@@ -1,4 +1,4 @@
-"""The sentences of docs/ that have figures, and what committed rows or the code now say of each."""
+"""The sentences of docs/ that contain figures, and the values from committed rows or code for each."""
 
 import gzip
 import inspect
@@ -69,7 +69,7 @@ def normal_error_range(kernel: str) -> tuple[float, float]:
 
 
 def time_changes_between_sweeps() -> list[float]:
-    """How much longer medians of a kernel on a spec are in the second sweep: twentieths of all there are."""
+    """Relative changes of a plan's median time on a spec from the first sweep to the second: 20-quantiles."""
     before, after = (
         {
             (each.spec, each.plan): statistics.median(each.time_ms["kernel"])
@@ -83,7 +83,7 @@ def time_changes_between_sweeps() -> list[float]:
 
 
 def largest_error_change() -> float:
-    """How far errors of a kernel on a spec, family and tensor lie apart between sweeps, at most, as a share."""
+    """The largest relative difference between sweeps of a plan's error on one spec, family and tensor."""
     seen: dict[tuple[object, ...], dict[str, float]] = {}
     for sweep in ("quick", "facts", "inference", "training", "step"):
         for each in figures.rows(sweep):
@@ -96,7 +96,7 @@ def largest_error_change() -> float:
 
 @cache
 def detectable_slowdowns(sweep: str) -> list[float]:
-    """What each row of a sweep could have shown, had another been like it."""
+    """The smallest slow-down that each row of a sweep could detect against an equal row."""
     rows = {each.key: each for each in figures.rows(sweep)}
     outcomes = compare_results(rows, rows, Terms()).outcomes
     return [each.visible for each in outcomes if each.visible is not None]
@@ -104,7 +104,7 @@ def detectable_slowdowns(sweep: str) -> list[float]:
 
 @cache
 def memory_ratios() -> list[float]:
-    """How far the memory of a call of one plan on one case lies apart in two sweeps."""
+    """Ratios (at least 1) of the memory of a call between two sweeps, for each plan and case."""
     one, other = (
         {
             each.key: each.performance.memory_bytes
@@ -117,17 +117,17 @@ def memory_ratios() -> list[float]:
 
 
 def gate_power_figures(device: str) -> list[float]:
-    """Of slow-downs made on purpose: rows and runs, the shortest and longest run, then by size those found of all."""
+    """Figures of injected slow-downs: rows per run, runs, shortest and longest run, then found and all by size."""
     with gzip.open(ROOT / "results" / device / "gate" / "power.jsonl.gz", "rt", encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
     seconds = {each["run"]: round(each["run_seconds"]) for each in rows}
-    told = [len(rows) / len(seconds), len(seconds), min(seconds.values()), max(seconds.values())]
+    figures_found = [len(rows) / len(seconds), len(seconds), min(seconds.values()), max(seconds.values())]
     for size in sorted({each["planted"] for each in rows if each["planted"]}):
         found = [each["verdict"] for each in rows if each["planted"] == size]
         assert set(found) <= {"slower", "open"}
-        told += [found.count("slower"), len(found)]
+        figures_found += [found.count("slower"), len(found)]
     others = [each["verdict"] for each in rows if not each["planted"]]
-    return [*told, others.count("slower"), len(others)]
+    return [*figures_found, others.count("slower"), len(others)]
 
 
 def declared_error(kernel: str) -> float:
@@ -136,13 +136,13 @@ def declared_error(kernel: str) -> float:
 
 @cache
 def fresh_rows_of_an_h100() -> Table:
-    """What was measured on fresh shapes."""
+    """The measurements of fresh shapes."""
     files = sorted((ROOT / "results/nvidia-h100-80gb-hbm3/fresh").rglob("measurements.jsonl*"))
     return join_sweeps({str(file): list(read_measurements(file)) for file in files})
 
 
 def fresh_on_an_h100(table: str) -> list[float]:
-    """Regret of choices by one shipped table alone, in per cent: the geometric means without and with FP8."""
+    """Geometric mean regret of choices by one shipped table alone, in per cent, without and with FP8."""
     truth = fresh_rows_of_an_h100()
     found = Table.load(ROOT / f"attnbench/tables/{table}.json")
     scores = fresh_scores(truth, Known.of(scaled(found, truth.environment) or found), registry())
@@ -151,25 +151,25 @@ def fresh_on_an_h100(table: str) -> list[float]:
 
 @cache
 def ring() -> dict[tuple[str, int], dict[str, float]]:
-    """Of each arm and length of the two H100s, ``ms`` and the errors."""
+    """``ms`` and the errors of each arm and length on the two H100s."""
     path = ROOT / "results" / "nvidia-h100-80gb-hbm3" / "ring" / "ring.json"
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     return {(row["what"], row["length"]): {"ms": row["median_ms"], **row.get("error", {})} for row in rows}
 
 
 def ring_speedups(slower: str, faster: str) -> list[float]:
-    """How many times as fast one arm is as another, at 64k and 128k tokens."""
+    """The speed-up of one arm over another at 64k and 128k tokens."""
     return [ring()[slower, length]["ms"] / ring()[faster, length]["ms"] for length in (65536, 131072)]
 
 
 def scaling_errors(*names: str) -> list[float]:
-    """The percentages that scaling adds to times: between equal GPUs, and from the H200's to each of these."""
+    """The time errors of scaling in per cent: between equal GPUs, and from the H200's table to each of these."""
     table = Table.load(ROOT / "attnbench/tables/nvidia-h200.json")
     moved = [scaled(table, replace(table.environment, device_name=name, power_cap_w=None)) for name in names]
     return [100 * scaling._EQUAL, *(100 * each.time_error for each in moved if each is not None)]
 
 
-# Page, the sentence with its figures as groups, and what they are now.
+# Page, the sentence as a pattern with its figures as groups, and a function that returns their values.
 HELD: list[tuple[str, str, Callable[[], Sequence[float]]]] = [
     (
         "backends/sdpa.md",

@@ -1,4 +1,4 @@
-"""Tables whose times follow a law, and the plans that they choose among, for the tests of regret."""
+"""Tables whose times follow a formula, and the plans that they contain, for the tests of regret."""
 
 from fakes import FakeBackward, FakeForward, an_environment, fake_backend, fake_registry
 
@@ -13,7 +13,7 @@ KNOWN = fake_registry(
 )
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 MASKS = (Mask(), Mask(right=0))
-# A short launch and a low rate, the other way round, and a plan in 8 bits: (ms, ms per tera-operation, error).
+# (launch ms, ms per tera-operation, error) of a plan with a short launch and a low rate, its opposite, and an FP8 plan.
 FORMULAS = {"near:bf16": (0.02, 2.0, 0.002), "far:bf16": (0.2, 1.5, 0.002), "far:fp8": (0.3, 1.0, 0.06)}
 
 

@@ -1,4 +1,4 @@
-"""What tests of several backends ask of a kernel on a GPU alike, and the problems that they ask it about."""
+"""Checks of kernels on a GPU that tests of several backends share, and their problems."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MASKS = [
 def assert_quantising_forward_agrees(
     kernel: ForwardKernel, specs: Iterable[AttentionSpec], floor: float, say: Callable[[str], None]
 ) -> None:
-    """It refuses a spec or agrees with dense FP64, and within ``floor`` with exact attention on what it quantised."""
+    """The kernel refuses a spec or agrees with dense FP64, and within ``floor`` with FP64 on its quantised operands."""
     sweep, floors = Sweep(DEVICE), Sweep(DEVICE)
     for index, spec in enumerate(specs):
         truth = Truth.of(spec, index, DEVICE)
@@ -44,7 +44,7 @@ def assert_quantising_forward_agrees(
 
 
 def assert_descales_are_used(kernel: ForwardKernel, kv_heads: int, *, lengths: tuple[int, int], mask: Mask) -> None:
-    """Random ones of each head, large ones too: hidden keys stay hidden whatever the scores are before them."""
+    """Random descales for each head, some of them large: hidden keys stay hidden for any scores."""
     spec = AttentionSpec.make(
         batch=3, heads=8, kv_heads=kv_heads, seqlen_q=lengths[0], seqlen_kv=lengths[1], head_dim=128, dtype="e4m3",
         descale="head", mask=mask,
@@ -64,7 +64,7 @@ def assert_descales_are_used(kernel: ForwardKernel, kv_heads: int, *, lengths: t
 
 
 def assert_many_elements_agree(kernels: Iterable[ForwardKernel]) -> None:
-    """Of more than 2**31 elements of Q: the first and the last rows."""
+    """The first and last rows agree with FP64 when Q has more than 2**31 elements."""
     length = 2**20 + 2**14
     spec = AttentionSpec.make(batch=1, heads=16, kv_heads=1, seqlen_q=length, seqlen_kv=256, head_dim=128)
     assert length * 16 * 128 > 2**31
@@ -80,7 +80,7 @@ def assert_many_elements_agree(kernels: Iterable[ForwardKernel]) -> None:
 
 
 def assert_wrong_at_a_negative_scale(kernel: ForwardKernel) -> None:
-    """Which is why it refuses one."""
+    """The kernel refuses negative scales, and its result is wrong with one."""
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, head_dim=64, mask=Mask(right=0), scale=-40.0)
     assert "positive scale" in kernel.refusals(spec, describe(DEVICE))[0]
     operands = kernel.prepare(Inputs.of(Truth.of(spec, 0, DEVICE).inputs[:3]), spec)

@@ -1,4 +1,4 @@
-"""A gate whose visits come from recorded rounds: real noise of unchanged rows, with slow-downs of a known size."""
+"""A gate whose visits replay recorded rounds: measured noise of unchanged rows plus slow-downs of a known size."""
 
 from __future__ import annotations
 

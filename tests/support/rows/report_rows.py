@@ -1,4 +1,4 @@
-"""Rows for reports: any plan on any spec, as fast and as wrong as the test says, in an environment that it makes up."""
+"""Rows for reports: any plan on any spec, with the time, error and environment that the test gives."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LEARNT = SQUARE.replace(direction="training")
 
 
 def row(plan: str, ms: float, error: float = 0.002, spec: AttentionSpec = SQUARE, **changes) -> Measurement:
-    """A measured row whose samples scatter by a tenth of a percent; what is changed is checked as a file's rows are."""
+    """A measured row whose samples vary by a tenth of a percent; changes are validated like the rows of a file."""
     draw = random.Random(plan)
     samples = [ms * draw.uniform(0.999, 1.001) for _ in range(20)]
     parsed = Plan.parse(plan)
@@ -57,7 +57,7 @@ def row(plan: str, ms: float, error: float = 0.002, spec: AttentionSpec = SQUARE
 
 
 def failed_row(plan: str, status: str, reason: str, spec: AttentionSpec = SQUARE, **changes) -> Measurement:
-    """A row without numbers."""
+    """A row without measurements."""
     facts = {"case": str(spec), "started": BEGAN, "environment": GPU} | changes
     made = Measurement(spec=spec, plan=Plan.parse(plan), status=status, reason=reason, **facts)
     return Measurement.model_validate_json(made.to_line())
@@ -68,12 +68,12 @@ def at_later_time(made: Measurement, hours: float = 1) -> Measurement:
 
 
 def in_environment(made: Measurement, **facts) -> Measurement:
-    """The same on another machine."""
+    """The row in an environment with other facts."""
     return made.model_copy(update={"environment": replace(made.environment, **facts)})
 
 
 def sweep_rows() -> list[Measurement]:
-    """FP8 wins one forward case, loses another, and is fast but wrong in training."""
+    """Rows in which FP8 wins one forward case, loses another, and is fast but inaccurate in training."""
     return [
         row("fa3:bf16", 1.0),
         row("fa3:fp8", 0.5, 0.08),
@@ -89,7 +89,7 @@ def sweep_rows() -> list[Measurement]:
 
 
 def hostile_results(text: str) -> Results:
-    """Results that say ``text`` wherever they may say anything."""
+    """Results with ``text`` in every free text field."""
     short = text[:50]
     environment = GPU.to_dict() | dict.fromkeys(
         ("torch", "python", "platform", "cpu", "attnbench", "device_name"), text
@@ -122,7 +122,7 @@ def hostile_results(text: str) -> Results:
 
 
 class Structure(HTMLParser):
-    """A page as a browser takes it apart: ``tags`` with the names of their attributes, and all that is text."""
+    """A page parsed as HTML: ``tags`` with the names of their attributes, texts and comments."""
 
     def __init__(self, page: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Rows from keywords that name every fact of a row alone, whichever part of the record it stands in."""
+"""Rows from flat keywords: each names a fact of a row, in whichever part of the record it is."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ def _pop_part(facts: dict[str, Any], part: str) -> dict[str, Any]:
 
 
 def measurement(**facts: Any) -> Measurement:
-    """A record of these facts; a part of which nothing is said is absent."""
+    """A record of these facts; parts without facts are absent."""
     for part, model in PARTS.items():
-        said = _pop_part(facts, part)
-        if any(value not in (None, {}, []) for value in said.values()):
-            facts[part] = model(**said)
+        values = _pop_part(facts, part)
+        if any(value not in (None, {}, []) for value in values.values()):
+            facts[part] = model(**values)
     return Measurement(**facts)
 
 
 def with_facts(row: Measurement, **facts: Any) -> Measurement:
-    """The row with other facts, none of which is checked."""
+    """The row with other facts, which are not validated."""
     for part in PARTS:
-        if said := _pop_part(facts, part):
-            facts[part] = getattr(row, part).model_copy(update=said)
+        if values := _pop_part(facts, part):
+            facts[part] = getattr(row, part).model_copy(update=values)
     return row.model_copy(update=facts)

@@ -1,4 +1,4 @@
-"""The sides of a gate without processes, whose times are scripted."""
+"""The two sides of a gate with scripted times and without processes."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""Rows of an H200 as an honest submitter has them: three plans at a dozen shapes, four visits each."""
+"""Valid rows of an H200 for a submission: three plans on twelve specs, four visits each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VISITS = 4
 
 
 def with_visits(made: Measurement, *medians: float) -> Measurement:
-    """The row with a visit for each of these milliseconds of the call, five samples each."""
+    """The row with one visit of five samples for each of these median call times in milliseconds."""
     draw = random.Random(str(made.plan))
     calls = [each * draw.uniform(0.999, 1.001) for each in medians for _ in range(5)]
     times = {"kernel": [each * 0.8 for each in calls], "call": calls}
@@ -35,7 +35,7 @@ def with_visits(made: Measurement, *medians: float) -> Measurement:
 
 
 def valid_rows(environment: Environment = H200, factor: float = 1.0, **changes: Any) -> list[Measurement]:
-    """Every plan at every shape, begun one after the other."""
+    """A row for every plan and spec, started one after the other."""
     rows = []
     for spec in SPECS:
         for plan, (ms, error) in PLANS.items():

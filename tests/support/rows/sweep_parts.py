@@ -1,4 +1,4 @@
-"""Parts of a sweep for the tests of `attnbench merge`, and what has to hold where they are refused."""
+"""Parts of a sweep for the tests of `attnbench merge`, and the assertion for refused merges."""
 
 import math
 from datetime import datetime, timezone
@@ -34,7 +34,7 @@ def row(number, plan=PLANS[0], **changes):
 
 
 def part(folder, rows, finished=True):
-    """A folder as a sweep leaves it that ended, or was stopped between two rows."""
+    """The folder of a sweep that finished, or was stopped between two rows."""
     with Store(folder, HERE) as store:
         for each in rows:
             store.append(each)
@@ -49,12 +49,12 @@ def parts(tmp_path, *rows):
 
 
 def file_contents(folder):
-    """Every byte below the folder, and when it was written."""
+    """The content and modification time of every file below the folder."""
     return {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in folder.rglob("*") if file.is_file()}
 
 
 def assert_merge_refused(kind, said, out, sources, **options):
-    """It raises, says so, and leaves neither the result nor a trace, nor another byte in the parts."""
+    """The merge raises this error, creates no file and changes none."""
     everything = file_contents(out.parent)
     folders = set(out.parent.iterdir())
     with pytest.raises(kind, match=f"(?s){said}"):

@@ -1,4 +1,4 @@
-"""What kernels on a stand-in of their library are asked alike: the library is exact, so what is left is roundings."""
+"""Assertions for kernels on a stand-in of their library: the stand-in is exact, so only rounding errors remain."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from attnbench.problem.fp8 import Quantised, Recipe, quantise
 def assert_both_passes_agree(
     forward: ForwardKernel, backward: BackwardKernel, problem: Problem, device: Device, foreign: bool = False
 ) -> bool:
-    """Whether the backward serves the problem, each pass that does being within its declared error of dense FP64.
+    """Asserts that each pass is within its declared error of dense FP64; whether the backward serves the problem.
 
-    ``foreign`` hands the backward what another, exact forward would.  Inputs stay as they were.
+    ``foreign`` passes the backward the tensors of another, exact forward.  Inputs must not change.
     """
     spec, tensors = problem.spec, tensors_of(problem)
     q, k, v, grad = tensors
@@ -32,7 +32,7 @@ def assert_both_passes_agree(
     lse_dtype = torch.float64 if spec.dtype == "fp64" else torch.float32
     if result.lse is not None:
         assert result.lse.dtype == lse_dtype
-        assert result.lse.untyped_storage().nbytes() == result.lse.nbytes, "memory that holds nothing"
+        assert result.lse.untyped_storage().nbytes() == result.lse.nbytes, "unused memory in the lse's storage"
         torch.testing.assert_close(result.lse.double(), truth_lse, atol=1e-4, rtol=1e-4)
     if backward.refusals(spec, device):
         return False
@@ -49,7 +49,7 @@ def assert_both_passes_agree(
 
 
 def assert_autograd_gradients_agree(forward: ForwardKernel, backward: BackwardKernel, spec: AttentionSpec) -> None:
-    """Gradients of the sum of the output, one number that stands for all, for leaves of awkward strides."""
+    """Asserts the gradients of the output's sum (an expanded gradient) for leaves with unusual strides."""
     spec = spec.replace(direction="training")
     leaves = [x.detach().requires_grad_() for x in tensors_of(Problem(spec, "bshd", True, 0))[:3]]
     before = [x.detach().clone() for x in leaves]
@@ -64,7 +64,7 @@ def assert_autograd_gradients_agree(forward: ForwardKernel, backward: BackwardKe
 
 
 def assert_quantised_attention_agrees(kernel: ForwardKernel, spec: AttentionSpec, problem: Problem) -> Operands:
-    """The operands, out and log-sum-exp being those of exact attention on them and the inputs untouched."""
+    """Asserts that out and lse agree with exact attention on the operands, and returns the operands."""
     inputs = tensors_of(problem)[:3]
     before = [x.clone() for x in inputs]
     operands = kernel.prepare(Inputs.of(inputs), spec)
@@ -80,7 +80,7 @@ def assert_quantised_attention_agrees(kernel: ForwardKernel, spec: AttentionSpec
 
 
 def assert_descales_are_used(kernel: ForwardKernel, spec: AttentionSpec, seed: int) -> None:
-    """Random ones, of each tensor or head, on e4m3 tensors of the spec's lengths."""
+    """Asserts that random descales of each tensor or head are applied to e4m3 tensors."""
     generator = torch.Generator().manual_seed(seed)
     sizes = (
         (spec.heads, spec.seqlen_q, spec.head_dim),

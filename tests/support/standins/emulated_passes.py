@@ -1,4 +1,4 @@
-"""For the tests of the emulated FP8 kernels: every recipe, seeded inputs, both passes."""
+"""Recipes, seeded inputs and both passes for the tests of the emulated FP8 kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stand-in for pynvml, and for what torch says of GPUs: every answer, and every failure, is chosen by the test."""
+"""Stand-ins for pynvml and torch's GPU properties: the test chooses every value and every failure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class NVMLError(Exception):
 
 @dataclass
 class Board:
-    """One GPU.  A value may be a function, asked at every query; ``failing`` maps a query to its error's text."""
+    """One GPU.  A value may be a function, called at every query; ``failing`` maps a query to its error message."""
 
     uuid: str
     name: str = "NVIDIA H200"
@@ -39,7 +39,7 @@ class Board:
 
 
 class FakeNvml:
-    """What attnbench calls of pynvml.  ``sessions`` counts those open, ``threads`` holds who has asked."""
+    """The pynvml functions that attnbench calls; counts open ``sessions`` and records the calling ``threads``."""
 
     def __init__(self, *boards: Board, start: str | None = None, driver: str = "580.159.04") -> None:
         self.boards, self.start, self.version = boards, start, driver
@@ -62,7 +62,7 @@ class FakeNvml:
 
     def field_values(self, board: Board, fields: list[int]) -> list[Any]:
         assert fields == [POWER_NOW]
-        if "milliwatts" in board.failing:  # NVML succeeds as a whole and says the failure in the field
+        if "milliwatts" in board.failing:  # the call succeeds, and the field has the error
             return [SimpleNamespace(nvmlReturn=board.failing["milliwatts"], value=SimpleNamespace(uiVal=0))]
         return [SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(uiVal=board.milliwatts))]
 
@@ -75,7 +75,7 @@ class FakeNvml:
 
 
 def install(monkeypatch: Any, *boards: Board, start: str | None = None) -> FakeNvml:
-    """Make ``import pynvml`` find these boards for the length of a test."""
+    """Makes ``import pynvml`` find these boards for the duration of a test."""
     fake = FakeNvml(*boards, start=start)
     module = SimpleNamespace(
         NVMLError=NVMLError,
@@ -103,7 +103,7 @@ def install(monkeypatch: Any, *boards: Board, start: str | None = None) -> FakeN
 
 
 def pretend_cuda(monkeypatch: Any, *uuids: str, name: str = "NVIDIA H200", memory: int = 150_754_820_096) -> None:
-    """Make torch name these GPUs, in this order; nothing can be computed on them."""
+    """Makes torch list these GPUs, in this order; nothing can be computed on them."""
     found = [SimpleNamespace(name=name, major=9, minor=0, uuid=uuid, total_memory=memory) for uuid in uuids]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found))

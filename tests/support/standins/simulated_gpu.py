@@ -1,4 +1,4 @@
-"""A GPU's queue in simulated time: what is launched runs in order, and the host goes on at once."""
+"""A GPU's queue in simulated time: launched work runs in order, and launches return immediately."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ L2_BYTES = 2**25
 
 
 class Gpu:
-    """The host's clock, and when the device has run all that was queued; seconds.
+    """The host's clock, and the time when the device's queue is empty; seconds.
 
     ``written`` has the bytes of each write that only evicts the cache.
     """
@@ -26,11 +26,11 @@ class Gpu:
         self._launch = slow * _LAUNCH
 
     def host(self, seconds: float) -> None:
-        """The host works by itself."""
+        """Host work that launches nothing."""
         self.now += seconds
 
     def launch(self, seconds: float) -> None:
-        """The host queues what takes the device so long."""
+        """Queues work that takes the device this long."""
         self.now += self._launch
         self.free = max(self.free, self.now) + seconds
 
@@ -67,9 +67,9 @@ class _Event:
 
 
 def simulated(monkeypatch: pytest.MonkeyPatch, slow: float = 1.0) -> Gpu:
-    """A device that stands in for what torch.cuda and the clock answer until the fixture ends.
+    """Replaces torch.cuda and the clock by a simulated device until the test ends.
 
-    Its host takes ``slow`` times as long as usual to launch.
+    Launches take the host ``slow`` times as long as usual.
     """
     gpu = Gpu(slow)
     small = SimpleNamespace(add_=lambda _: gpu.launch(2e-6))

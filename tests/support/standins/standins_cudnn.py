@@ -1,4 +1,4 @@
-"""A stand-in for cuDNN's front end: the same signatures, dense FP64 inside, nothing tolerated.
+"""A stand-in for cuDNN's front end: the same signatures in dense FP64, with strict argument checks.
 
 It takes only what the real one takes (dtypes, layouts, strides, alignment, shapes of scales), so that a wrong call
 fails on a machine without a GPU.  FP8 values are rounded and saturated where the real kernels round.
@@ -161,7 +161,7 @@ class PyGraph:
         getattr(self, f"_{self.node}")(tensors)
 
     def _sequences(self, buffers: dict[int, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """Each sequence's (1, H, S, D) parts of memory that lies end to end."""
+        """Each sequence's (1, H, S, D) views of packed memory."""
         counts = []
         for port, total, name in zip(self.lengths, self.totals, "qk", strict=True):
             seen, longest = buffers[port.facts["uid"]], self.ports[name].facts["dim"][2]
@@ -285,7 +285,7 @@ CUDNN = SimpleNamespace(
 
 
 def install_front_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stand-in of cuDNN's front end until the test ends, with no graph kept from another test or for one."""
+    """Replaces cuDNN's front end by the stand-in until the test ends, without graphs cached across tests."""
     monkeypatch.setitem(sys.modules, "cudnn", CUDNN)
     monkeypatch.setattr(graphs, "_stream", lambda device: 7)
     monkeypatch.setattr(graphs, "_on", lambda device: nullcontext())

@@ -53,7 +53,7 @@ _defined: list[torch.library.Library] = []
 
 
 def define() -> None:
-    """Defines the operators, once a process."""
+    """Defines the operators, once per process."""
     if _defined:
         return
     for namespace, arguments in FWD.items():
@@ -78,7 +78,7 @@ def install_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def modules(**found: dict[str, object]) -> Iterator[None]:
-    """Modules of that content that can be imported meanwhile; ``__`` in a name stands for a dot."""
+    """Makes modules with this content importable in the block; ``__`` in a name stands for a dot."""
     before = {name.replace("__", "."): sys.modules.get(name.replace("__", ".")) for name in found}
     try:
         for name, content in zip(before, found.values(), strict=True):
@@ -228,7 +228,7 @@ def _fa2_checked(q: Tensor, k: Tensor, v: Tensor, causal: bool, left: int, right
 
 
 def bottom_right(sq: int, skv: int, left: int, right: int) -> Tensor:
-    """(Sq, Skv): which query sees which key, as FlashAttention's documentation says; negative is unlimited."""
+    """(Sq, Skv): which query attends to which key, by FlashAttention's documentation; negative is unlimited."""
     offset = skv - sq
     return band(sq, skv, -math.inf if left < 0 else offset - left, math.inf if right < 0 else offset + right)
 
@@ -241,7 +241,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, sees: Tensor, scale: float, softcap: 
 
 
 def _backward(dout, q, k, v, out, lse, gradients, sees, scale, softcap, *, empty: float) -> None:
-    """From the given out and log-sum-exp, as the kernels do it, into the tensors that were given."""
+    """Computes gradients from the given out and log-sum-exp into the given tensors, as the kernels do."""
     assert lse.dtype == torch.float32
     assert lse.is_contiguous()
     assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])

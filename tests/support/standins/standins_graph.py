@@ -1,4 +1,4 @@
-"""A stand-in for ``flash_attn.cute.interface``, and attention in dense FP64 for all stand-ins; nothing is tolerated.
+"""A stand-in for ``flash_attn.cute.interface``, and dense FP64 attention for all stand-ins; argument checks are strict.
 
 It takes only what the real one takes (dtypes, layouts, strides, alignment, shapes of scales), so that a wrong call
 fails on a machine without a GPU.
@@ -137,7 +137,7 @@ def _fa4_backward(
     causal: bool = False, softcap: float = 0.0, window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """P from the LSE that it is given, D from out."""
+    """P is computed from the given LSE, D from out."""
     _fa4_check(q, k, v, step=32)
     readable(out)
     readable(dout)

@@ -1,4 +1,4 @@
-"""Packed sequences for stand-ins: each as the library would see it alone, with what its C++ checks of the starts."""
+"""Packed sequences for stand-ins: computed one by one, with the checks of the starts from the library's C++."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stand-in for ``transformer_engine`` 2.20.2: the signatures that are used, dense FP64 inside, nothing tolerated.
+"""A stand-in for ``transformer_engine`` 2.20.2: the used signatures in dense FP64, with strict checks.
 
 It takes only what the real one takes on sm90 with cuDNN 9.19 (layouts, contiguity, alignment, shapes of scales, head
 dimensions, masks), so that a wrong call fails on a machine without a GPU.  FP8 values are rounded and saturated where
@@ -55,7 +55,7 @@ class Storage:
 
 
 class Quantizer:
-    """What both quantizers have in common."""
+    """The common part of both quantizers."""
 
     def __init__(self, *, rowwise: bool = True, columnwise: bool = True) -> None:
         assert rowwise
@@ -74,7 +74,7 @@ class Delayed(Quantizer):
         self.scale, self.amax, self.dtype = scale, amax, fp8_dtype
 
     def made(self, x: Tensor, nominal: torch.dtype) -> Storage:
-        """What the kernel writes: rounded on the scale, its largest magnitude noted, saturating if that must be."""
+        """The kernel's FP8 output: rounded with the scale and saturated; records the largest magnitude."""
         assert self.internal
         self.amax.fill_(max(self.amax.item(), x.abs().max().item()))
         data = rounded(x * self.scale.double(), TORCH[self.dtype]).to(TORCH[self.dtype])
@@ -82,7 +82,7 @@ class Delayed(Quantizer):
                        fp8_dtype=self.dtype, fake_dtype=nominal)  # fmt: skip
 
     def inside(self, x: Tensor) -> Tensor:
-        """The same for what never leaves the kernel."""
+        """The same for values inside the kernel."""
         self.amax.fill_(max(self.amax.item(), x.abs().max().item()))
         return rounded(x * self.scale.double(), TORCH[self.dtype]) / self.scale.double()
 
@@ -124,7 +124,7 @@ def _check(b: int, sq: int, skv: int, seqlens: tuple[Tensor, Tensor], tensors: l
 
 def _places(longest_q: int, longest_kv: int, starts_q: Tensor, starts_kv: Tensor, offsets_q: Tensor | None,
             offsets_kv: Tensor | None) -> list[tuple[Tensor, slice]]:  # fmt: skip
-    """Each sequence's starts alone and where its tokens are; as many keys as queries, and nothing between sequences."""
+    """Each sequence's own starts and token positions; requires equal queries and keys and no gaps between sequences."""
     assert torch.equal(starts_q, starts_kv)
     assert offsets_q is not None, "the kernel reads it"
     assert offsets_kv is not None, "the kernel reads it"
@@ -248,7 +248,7 @@ def fused_attn_bwd(
 
 
 def install_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stand-in until the test ends, with no history from another test or for one."""
+    """Replaces the library by the stand-in until the test ends, without history shared across tests."""
     standin = library.Library(fused_attn_fwd, fused_attn_bwd, FusedAttnBackend, DType, Storage, Delayed, Current)
     monkeypatch.setattr(library, "library", lambda: standin)
     monkeypatch.setattr(backend, "_gradients", history.Histories(roles=2))

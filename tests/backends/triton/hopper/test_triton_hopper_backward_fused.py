@@ -36,7 +36,7 @@ Ran = list[tuple[str, Prepared]]
 
 
 @pytest.fixture
-def ran() -> Iterator[Ran]:
+def kernels_run() -> Iterator[Ran]:
     """The Hopper kernels that ran, and on what."""
     found: Ran = []
     with on_cpu(lambda: _MODES.random() < 0.5, lambda *said: found.append(said)):
@@ -44,7 +44,7 @@ def ran() -> Iterator[Ran]:
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def launched_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the kernels that were launched."""
     found, start = [], Launch.__call__
 
@@ -63,7 +63,7 @@ def problem(seqlen_q: int = 256, recipe: Recipe = HEAD, **more: Any) -> tuple[Sa
     return saved(spec, q, k, v, (recipe, recipe, HEAD)), grad.to(torch.bfloat16)
 
 
-def checked(given: Saved, grad: Tensor, ran: Ran) -> Prepared:
+def check_fused(given: Saved, grad: Tensor, ran: Ran) -> Prepared:
     """What the fused kernel ran on, its gradients being right and dO untouched."""
     kept = grad.clone()
     ran.clear()
@@ -87,18 +87,18 @@ def checked(given: Saved, grad: Tensor, ran: Ran) -> Prepared:
     ids=["heads beside", "longer rows", "not aligned", "fp32", "ragged", "padded"],
 )
 def test_gradients_of_other_layouts_and_dtypes_are_read_correctly(
-    change: Callable[[Tensor], Tensor], more: dict[str, Any], ran: Ran
+    change: Callable[[Tensor], Tensor], more: dict[str, Any], kernels_run: Ran
 ) -> None:
     given, grad = problem(**{"seqlen_q": 128, "mask": Mask(right=0), **more})
-    checked(given, change(grad), ran)
+    check_fused(given, change(grad), kernels_run)
 
 
-def test_a_gradient_read_in_place_gives_the_same_bits_as_a_copy(ran: Ran) -> None:
+def test_a_gradient_read_in_place_gives_the_same_bits_as_a_copy(kernels_run: Ran) -> None:
     """Calls alike but for where dO lies follow each other, so that none may get the other's launch."""
     given, grad = problem(mask=Mask(right=0))
     places = [grad, misaligned(grad), interleaved_heads(grad), grad]
     found = [KERNEL.run(given, each) for each in places]
-    read = [prepared.gradient.laid.further(False, interleaved=False) for _, prepared in ran]
+    read = [prepared.gradient.laid.further(False, interleaved=False) for _, prepared in kernels_run]
     in_place = [x.data_ptr() == each.data_ptr() for x, each in zip(read, places, strict=True)]
     assert in_place == [True, False, False, True]
     for each in found[1:]:
@@ -118,21 +118,21 @@ def test_a_gradient_read_in_place_gives_the_same_bits_as_a_copy(ran: Ran) -> Non
     ids=["another head dimension", "padded V", "rotated", "ragged", "padded", "fp16"],
 )
 def test_a_finishing_pass_runs_only_where_the_sums_are_not_yet_dq(
-    more: dict[str, Any], in_place: bool, ran: Ran, launched: list[str]
+    more: dict[str, Any], in_place: bool, kernels_run: Ran, launched_kernels: list[str]
 ) -> None:
     given, grad = problem(**{"seqlen_q": 128, **more})
-    checked(given, grad, ran)
-    assert launched[3:] == ([] if in_place else ["finish_query_gradients"])
+    check_fused(given, grad, kernels_run)
+    assert launched_kernels[3:] == ([] if in_place else ["finish_query_gradients"])
 
 
 @pytest.mark.parametrize("recipe", [HEAD, ROTATED], ids=["as it is", "rotated"])
-def test_each_key_head_has_its_own_scales(recipe: Recipe, ran: Ran) -> None:
+def test_each_key_head_has_its_own_scales(recipe: Recipe, kernels_run: Ran) -> None:
     """dS bears those of K and V, and dK is freed from them again."""
     spec, (q, k, v, grad) = make(70, 90, batch=2, heads=4, kv_heads=2, head_dim=64)
     k = k * torch.tensor([1.0, 0.03, 5.0, 0.2]).view(2, 2, 1, 1)
     v = v * torch.tensor([0.01, 30.0, 1.0, 1e4]).view(2, 2, 1, 1)
     given = saved(spec, q, k.bfloat16(), v.bfloat16(), (recipe, recipe, HEAD))
-    checked(given, grad, ran)
+    check_fused(given, grad, kernels_run)
     found = KERNEL.run(given, grad)
     for batch, head in ((0, 0), (0, 1), (1, 0), (1, 1)):  # the largest must not hide the others
         q_heads, kv_heads = slice(2 * head, 2 * head + 2), slice(head, head + 1)
@@ -145,7 +145,7 @@ def test_each_key_head_has_its_own_scales(recipe: Recipe, ran: Ran) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "exponent"), every_pair(["bf16", "fp32"], [-90, 60, 110]))
-def test_the_magnitude_of_the_gradient_does_not_affect_accuracy(exponent: int, dtype: str, ran: Ran) -> None:
+def test_the_magnitude_of_the_gradient_does_not_affect_accuracy(exponent: int, dtype: str, kernels_run: Ran) -> None:
     given, grad = problem(dtype=dtype)
     plain = KERNEL.run(given, grad)
     for x, y in zip(KERNEL.run(given, grad * 2.0**exponent), plain, strict=True):
@@ -153,7 +153,9 @@ def test_the_magnitude_of_the_gradient_does_not_affect_accuracy(exponent: int, d
 
 
 @pytest.mark.parametrize(("operand", "exponent"), [("k", -60), ("k", 20), ("v", 60)])
-def test_the_magnitude_of_keys_and_values_does_not_affect_accuracy(operand: str, exponent: int, ran: Ran) -> None:
+def test_the_magnitude_of_keys_and_values_does_not_affect_accuracy(
+    operand: str, exponent: int, kernels_run: Ran
+) -> None:
     """What K is larger by, Q is smaller by, so that P is the same."""
     spec, (q, k, v, grad) = make(64, 90, head_dim=64)
     plain = KERNEL.run(saved(spec, q, k, v, (HEAD,) * 3), grad)
@@ -164,7 +166,7 @@ def test_the_magnitude_of_keys_and_values_does_not_affect_accuracy(operand: str,
         assert dense.relative_l2(x, y.double() * larger**size) < 0.002
 
 
-def test_the_largest_numbers_of_fp32_do_not_become_infinite_in_bf16(ran: Ran) -> None:
+def test_the_largest_numbers_of_fp32_do_not_become_infinite_in_bf16(kernels_run: Ran) -> None:
     given, grad = problem(dtype="fp32")
     grad = rounded_to_e4m3(grad.float()) * 2.0**-10
     grad[0, 0, 5] = torch.finfo(torch.float32).max

@@ -53,11 +53,11 @@ def test_each_kind_of_error_is_described(factors: list[float], message: str, mon
     """The plain kernel stands in for the Hopper one, its answers spoilt by a factor each time."""
     exact, left = hopper_backward.run, iter(factors)
 
-    def spoilt(given: Any, kind: Kind, tile: Tile, *more: Any) -> tuple[torch.Tensor, ...]:
+    def scaled_run(given: Any, kind: Kind, tile: Tile, *more: Any) -> tuple[torch.Tensor, ...]:
         factor = next(left) if tile.hopper else 1.0
         return tuple(x.float() * factor for x in exact(given, kind, tile._replace(hopper=None), *more))
 
-    monkeypatch.setattr(hopper_backward, "run", spoilt)
+    monkeypatch.setattr(hopper_backward, "run", scaled_run)
     monkeypatch.setattr(dense, "visible", hopper_backward.visible)
     hopper_backward._known.cache_clear()
     assert re.search(message, str(problem_of(Job("keys", "one block", Ring(64, 3)))))

@@ -43,7 +43,7 @@ def tensors(spec: AttentionSpec) -> list[torch.Tensor]:
     return tensors_of(Problem(spec, "bhsd", False, 0))[:3]
 
 
-def agrees(operands: Operands, result: Result, off: float = 0.04) -> None:
+def assert_agrees(operands: Operands, result: Result, off: float = 0.04) -> None:
     """Up to the rounding of P, with a log-sum-exp of the very scores."""
     assert operands.native.tile.hopper
     out, lse = dense_attention(*operands.tensors(torch.float64), operands.spec)
@@ -81,7 +81,7 @@ def test_the_kernel_agrees_with_exact_attention_on_its_quantised_operands(
 ) -> None:
     _LATE[0] = late
     operands = kernel.prepare(Inputs.of(tensors(spec)), spec)
-    agrees(operands, kernel.run(operands), 0.06)
+    assert_agrees(operands, kernel.run(operands), 0.06)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_committed_one_pass_tiles_agree_with_fp64(head_dim: int, late: bool, mas
     kernel = TritonOnePass()
     operands = kernel.prepare(Inputs.of(tensors(spec)), spec)
     assert operands.native.tile == ONE_PASS[max(head_dim, 128), mask.kind == "none"]
-    agrees(operands, kernel.run(operands))
+    assert_agrees(operands, kernel.run(operands))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_head_dimensions_that_are_not_powers_of_two_agree_with_fp64(
     )
     beside = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors(spec))
     operands = kernel.prepare(Inputs(*beside), spec)
-    agrees(operands, kernel.run(operands))
+    assert_agrees(operands, kernel.run(operands))
 
 
 def test_the_kernel_quantises_queries_like_the_token_recipe() -> None:
@@ -168,7 +168,7 @@ def test_scores_that_underflow_fp32_are_equal() -> None:
     q, k, v = tensors(spec)
     kernel = TritonOnePass(SMALL)
     operands = kernel.prepare(Inputs(q * 1e-30, k * 1e-30, v), spec)
-    agrees(operands, kernel.run(operands))
+    assert_agrees(operands, kernel.run(operands))
 
 
 @pytest.mark.parametrize(("which", "what"), every_pair([0, 1, 2], [math.nan, math.inf, -math.inf]))
