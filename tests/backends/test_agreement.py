@@ -19,7 +19,7 @@ EXAMPLES, COMPILED = examples(30, 440), examples(16, 440)
 INTERPRETED = "triton"  # its own tests hold it to the truth, on fewer problems
 
 
-def usable_plans(spec: AttentionSpec) -> list[Plan]:
+def usable(spec: AttentionSpec) -> list[Plan]:
     plans = [plan for plan in registry().plans(spec) if INTERPRETED not in map(backend_of, plan.kernels)]
     return [plan for plan in plans if registry().reasons(plan, spec, describe(CPU))[0] == "ok"]
 
@@ -86,9 +86,9 @@ seen: dict[str, int] = {}
 
 def check_all(problem: Problem, compiled: bool) -> None:
     """Every plan that can serve, and every forward that no plan with a backward holds."""
-    plans = usable_plans(problem.spec)
+    plans = usable(problem.spec)
     trained = {plan.forward for plan in plans}
-    forward = [plan for plan in usable_plans(problem.spec.replace(direction="forward")) if plan.forward not in trained]
+    forward = [plan for plan in usable(problem.spec.replace(direction="forward")) if plan.forward not in trained]
     for plan in [*plans, *forward]:
         if plan.forward.startswith("flex:") == compiled:
             check(problem, plan)
@@ -116,7 +116,7 @@ def test_every_kernel_agrees_with_fp64_or_refuses() -> None:
     @settings(max_examples=EXAMPLES)
     @given(problems())
     def agree(problem: Problem) -> None:
-        assert Plan("reference:fp64", "reference:fp64") in usable_plans(problem.spec)
+        assert Plan("reference:fp64", "reference:fp64") in usable(problem.spec)
         check_all(problem, compiled=False)
 
     agree()

@@ -102,12 +102,12 @@ def set_fp32_precision():
 
 @pytest.mark.parametrize("backend", ["sdpa-flash:fp32", "sdpa-math:fp32", "reference:fp32"])
 @pytest.mark.parametrize("how", ["medium", "newer"])
-def test_torchs_precision_settings_do_not_reduce_the_precision_of_a_budgeted_call(allowing, backend, how):
+def test_torchs_precision_settings_do_not_reduce_the_precision_of_a_budgeted_call(set_fp32_precision, backend, how):
     q, k, v, grad_out = random_tensors(square("fp32", "training"))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     answers = []
     for setting in ("highest", how):
-        allowing(setting)
+        set_fp32_precision(setting)
         out = attention(*leaves, backend=backend)
         answers.append([out, *torch.autograd.grad(out, leaves, grad_out)])
         assert torch.backends.mkldnn.matmul.fp32_precision == {"highest": "ieee"}.get(setting, "bf16")

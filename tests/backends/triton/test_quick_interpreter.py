@@ -40,11 +40,11 @@ def tritons_interpreter() -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
-def test_a_packed_batch_has_the_same_bits(own: pytest.MonkeyPatch) -> None:
+def test_a_packed_batch_has_the_same_bits(tritons_interpreter: pytest.MonkeyPatch) -> None:
     """Whose kernels load and store with masks, call functions, loop, reduce, multiply matrices and round to FP8."""
     batch = Documents(((20, 5), (0, 3)), Mask(right=0), heads=(1, 1))
     forward = TritonForward("fp8-token-hadamard", Tile(16, 32, 4, 2, interleaved=True))
     expected = answers(batch, forward, KERNELS[0])
-    own.undo()
+    tritons_interpreter.undo()
     for found, wanted in zip(answers(batch, forward, KERNELS[0]), expected, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
