@@ -1,4 +1,4 @@
-"""What the tests of backends share: an interpreter of Triton that is quicker than its own."""
+"""Runs the tests of backends in a faster interpreter of Triton."""
 
 from collections.abc import Iterator
 

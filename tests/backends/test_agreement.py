@@ -1,4 +1,4 @@
-"""Same question, same answer: every kernel that does not refuse a spec agrees with the truth on it."""
+"""Every kernel that does not refuse a spec agrees with FP64 attention on it."""
 
 import torch
 from dense import dense_attention, dense_gradients, distance, gradient_sizes
@@ -25,7 +25,7 @@ def usable(spec: AttentionSpec) -> list[Plan]:
 
 
 def run(problem: Problem, plan: Plan, **more: object) -> tuple[Tensor, ...]:
-    """out (and lse where the kernel has one), dq, dk, dv in bhsd, through the front door."""
+    """out (and lse where the kernel has one), dq, dk, dv in bhsd, through the public API."""
     spec = problem.spec
     q, k, v, grad_out = problem.tensors()
     leaves = [x.detach().requires_grad_(plan.backward is not None) for x in (q, k, v)]
@@ -47,7 +47,7 @@ def bhsd(problem: Problem, x: Tensor) -> Tensor:
 
 
 def declared_error_of(plan: Plan, spec: AttentionSpec) -> float:
-    """What a plan promises, and the one rounding to the tensors' own type that no kernel can avoid.
+    """A plan's declared error plus one unavoidable rounding to the tensors' dtype.
 
     Errors are declared for scores of the usual size; what 8 bits do to a score grows with its scale.
     """
@@ -85,7 +85,7 @@ seen: dict[str, int] = {}
 
 
 def check_all(problem: Problem, compiled: bool) -> None:
-    """Every plan that can serve, and every forward that no plan with a backward holds."""
+    """Checks every usable plan, and every forward without a usable backward."""
     plans = usable(problem.spec)
     trained = {plan.forward for plan in plans}
     forward = [plan for plan in usable(problem.spec.replace(direction="forward")) if plan.forward not in trained]
@@ -103,7 +103,7 @@ def runnable_forwards() -> set[str]:
 
 
 def assert_some_were_served(compiled: bool) -> None:
-    """A property proves nothing about a kernel that refused every example."""
+    """Asserts that every runnable kernel served enough examples."""
     tried: dict[str, int] = {}
     for plan, count in seen.items():
         tried[Plan.parse(plan).forward] = tried.get(Plan.parse(plan).forward, 0) + count

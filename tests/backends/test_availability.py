@@ -18,7 +18,7 @@ from attnbench.backends.te import backend as te
 
 
 class Case(NamedTuple):
-    """What is installed where, and what of the reason is said; None where the first distribution's version counts."""
+    """Installed files and a part of the reason; None if it is available in the first version."""
 
     backend: ModuleType
     versions: dict[str, str]

@@ -1,4 +1,4 @@
-"""What a kernel takes as evidence that it ran is in the names of its own GPU kernels and in those of no other's."""
+"""Each kernel's evidence pattern matches its own GPU kernels and no other's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the vendors' kernels refuse on a GPU, in both passes, and the reason that they give for it."""
+"""Refusals of the vendors' kernels on a GPU in both passes, with their reasons."""
 
 from __future__ import annotations
 

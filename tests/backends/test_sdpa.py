@@ -1,4 +1,4 @@
-"""torch's SDPA kernels: what they compute, on what strides, what they refuse and why, and that nothing else answers."""
+"""torch's SDPA kernels: results, strides, refusals, and that only the named operator runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every test on a GPU has: its marks, and dense FP64 truths whose masks are made a row at a time."""
+"""Marks of GPU tests, and dense FP64 references whose masks are computed row by row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often the gate finds slow-downs that are really there: a program, not a test.
+"""Measures how often the gate finds injected slow-downs: a program, not a test.
 
 Each run draws which rows are slowed and by how much, in NEW alone, and lets the gate decide within ``--minutes``.
 Processes are kept from run to run where the gate keeps them.  A line a row of each run is written to OUT/power.jsonl,

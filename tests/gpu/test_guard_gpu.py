@@ -1,4 +1,4 @@
-"""The guard on a GPU: it finds what goes wrong there, waits for nothing, stays out of CUDA graphs, and costs little."""
+"""The guard on a GPU: it finds errors, does not block the host, is not captured in graphs, and costs little."""
 
 import statistics
 import time

@@ -1,4 +1,4 @@
-"""Models of transformers and diffusers on a GPU: what SDPA computes, in bf16 and in FP8 within a budget."""
+"""Models of transformers and diffusers on a GPU: SDPA's results in bf16, and FP8 within a budget."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""What a CUDA graph that cannot be recorded costs: its own plan the replay, its backend a process, and nobody a row."""
+"""A failed graph capture: its plan is timed without replay, its backend gets a new process, and no row is lost."""
 
 import torch
 

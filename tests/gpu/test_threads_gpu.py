@@ -1,4 +1,4 @@
-"""``attention()`` as the first thing that a thread does with the GPU, where libraries find no context of CUDA's."""
+"""``attention()`` as the first GPU call of a thread, which has no CUDA context yet."""
 
 import subprocess
 import sys

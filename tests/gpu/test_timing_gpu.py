@@ -1,4 +1,4 @@
-"""What only a GPU shows of times: the queue, the L2, other streams, and calls that are replayed as CUDA graphs."""
+"""Timing on a GPU: the queue, the L2, other streams, and calls that are replayed as CUDA graphs."""
 
 import gc
 import statistics
@@ -28,7 +28,7 @@ def normal(*shape, seed=0):
 
 
 def product(x, y):
-    """A call that allocates what it answers with, as every kernel does; small integers, so that it is exact."""
+    """A call that allocates its result, as every kernel does; exact, because values are small integers."""
     return Result(x @ y, (x + 1.0).sum(-1))
 
 
@@ -38,7 +38,7 @@ def whole(*shape, seed=0):
 
 @pytest.fixture
 def device_stays_usable():
-    """Whether the device takes ordinary work afterwards, on the stream and out of the memory that it had before."""
+    """Asserts that the device still runs work afterwards, on the same stream and outside graph capture."""
     torch.cuda.synchronize()
     stream = torch.cuda.current_stream(DEVICE)
     yield

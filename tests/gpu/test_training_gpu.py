@@ -1,4 +1,4 @@
-"""What ``attnbench train`` measures on a GPU: attention's kernels, events for clocks, memory, and a resumed run."""
+"""Measurements of ``attnbench train`` on a GPU: attention's kernels, events for clocks, memory, and a resumed run."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A budget is a promise: what runs keeps it, or an error says what the best plan reaches."""
+"""Error budgets: the chosen plan stays within the budget, or an error states the best plan's error."""
 
 import math
 
@@ -86,7 +86,7 @@ def test_a_budget_with_the_tensors_own_dtype_excludes_fp8(dtype, closed):
 
 @pytest.fixture
 def set_fp32_precision():
-    """Sets how short the numbers of FP32 products may be, by torch's older call or its newer one."""
+    """A function that sets torch's precision of FP32 products, by the older or the newer API."""
     older, newer = torch.get_float32_matmul_precision(), torch.backends.mkldnn.matmul
 
     def allow(how: str) -> None:

@@ -1,4 +1,4 @@
-"""The cost model: a law it must recover, an error that must be honest, and tables that must not break it."""
+"""The cost model: it recovers a known formula, its error is calibrated, and any table gives a finite result."""
 
 import math
 import random
@@ -40,7 +40,7 @@ LENGTHS = (256, 512, 2048, 4096, 16384)
 
 
 def test_the_predicted_time_error_is_calibrated_and_grows_with_distance():
-    """Over random plans whose times scatter around a law, about two in three must fall within one error."""
+    """For random plans with noisy times around a formula, about two in three are within one error."""
     chance = random.Random(7)
     scores = []
     for _ in range(40):
@@ -59,7 +59,7 @@ def test_the_predicted_time_error_is_calibrated_and_grows_with_distance():
 
 
 def test_a_measured_compute_bound_shape_has_a_small_prediction_error():
-    """What a launch may take elsewhere says nothing there."""
+    """Uncertainty of the launch time does not matter there."""
     model = CostModel([entry(spec(length), law(spec(length), launch=1e-5)) for length in LENGTHS])
     assert model.predict(PLAN, spec(LENGTHS[-1])).error < 0.1
 
@@ -85,7 +85,7 @@ def test_bytes_of_a_packed_batch_are_those_of_its_tokens():
 
 @pytest.mark.parametrize(("seen", "expected"), [(0.5, 1.2), (2.0, 2.0)])
 def test_a_mixed_pair_is_predicted_from_its_two_kernels(seen, expected):
-    """Its own two say half of the time, or twice; its kernels say 1.2: a third is forward, 1.6 times as long."""
+    """Its own two entries suggest 0.5 or 2 times; its kernels suggest 1.2: a third is forward, 1.6 times as long."""
     own, mixed = Plan("y:bf16", "y:bf16"), Plan("x:bf16", "y:bf16")
     entries = []
     for length in (1024, 2048, 4096, 8192):
@@ -120,7 +120,7 @@ def test_any_table_gives_a_finite_prediction_or_none(entries, asked):
 
 @pytest.fixture
 def fitted(monkeypatch) -> list[int]:
-    """How many entries each fit is made from."""
+    """The number of entries of each fit."""
     found = []
 
     class Counted(cost_model.Fit):
@@ -146,7 +146,7 @@ def test_keys_that_grow_one_by_one_need_few_fits_of_a_large_table_in_any_order(f
 
 
 def test_a_fit_evicted_by_another_thread_still_gives_a_prediction(monkeypatch):
-    """Another thread's fits take the place of this one's in the moment in which it is kept."""
+    """Another thread's fits evict this one's as soon as it is cached."""
 
     class Crowded(dict):
         def __setitem__(self, key, value):
@@ -168,13 +168,13 @@ def test_the_number_of_cached_fits_is_bounded(monkeypatch):
 
 
 def test_a_fit_uses_one_blas_thread_and_restores_the_limit(monkeypatch):
-    """Whatever other threads fit meanwhile, and where a fit fails."""
+    """Also with fits in other threads, and after a fit fails."""
 
     def threads() -> set[int]:
         return {each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas"}
 
     def allow(count: int) -> None:
-        """In a thread that ends: one that lives would keep others from setting a limit."""
+        """Sets the limit in a thread that ends, because a live one would prevent others from setting it."""
         changer = Thread(target=threadpool_limits, args=(count, "blas"))
         changer.start()
         changer.join()

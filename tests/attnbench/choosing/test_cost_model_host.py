@@ -1,4 +1,4 @@
-"""Calls that waited for the host: told apart by what a made-up machine knows of the device."""
+"""Host-bound calls: the cost model separates host and device time on a synthetic machine."""
 
 from dataclasses import replace
 from statistics import NormalDist
@@ -28,14 +28,14 @@ def device_ms_of(at: AttentionSpec) -> float:
 
 
 def call_entry(at: AttentionSpec, host: float, scatter: float = 0.2) -> Entry:
-    """A call that takes as long as the longer of the two; its samples scatter where that is the host."""
+    """A call whose time is the maximum of host and device time; its samples are noisy if it is host-bound."""
     waited = host > device_ms_of(at)
     time = max(host, device_ms_of(at))
     return Entry(at, PLAN, "ok", time, time * (scatter if waited else 0.01), {"normal": 0.002})
 
 
 def test_host_and_device_times_are_predicted_from_specs_that_run_the_same_code():
-    """All calls waited for the host, so their times alone say nothing of the device."""
+    """All calls are host-bound, so their times alone do not determine the device time."""
     entries = [
         replace(call_entry(at, host), host_ms=host, device_ms=device_ms_of(at))
         for length in LENGTHS
@@ -50,7 +50,7 @@ def test_host_and_device_times_are_predicted_from_specs_that_run_the_same_code()
 
 
 def test_another_tables_host_time_for_the_same_code_outweighs_this_tables_for_other_code():
-    """As on an H200, whose table knew sdpa-efficient without groups, which an H100's had seen expanded at 2.5 times."""
+    """As seen with sdpa-efficient: an H200's table without groups, and an H100's with expanded groups at 2.5 times."""
 
     def table(host: float, **more) -> Table:
         places = [spec(length, **more) for length in LENGTHS]
@@ -76,7 +76,7 @@ def test_an_outlier_has_weight_only_if_its_samples_repeat():
 
 
 def test_a_spec_with_few_queries_is_predicted_to_underuse_the_gpu():
-    """From many queries a plan is known; one sixteenth of them takes as long where they all run at once."""
+    """The plan was measured with many queries; a sixteenth of them takes as long, as they all run at once."""
 
     def spec_of(queries: int, keys: int) -> AttentionSpec:
         return spec(queries, batch=1, heads=8, seqlen_kv=keys, mask=Mask(right=0, alignment="bottom-right"))

@@ -1,4 +1,4 @@
-"""The distribution of errors: what it promises of new draws, on draws made here and on the committed table."""
+"""The error model: its bounds cover new draws, on simulated errors and on the committed table."""
 
 import math
 import random
@@ -26,7 +26,7 @@ def entry(at: AttentionSpec, error: float, family: str = "outlier", plan: Plan =
 
 
 def error_of(at: AttentionSpec) -> float:
-    """Smaller by half for four times the head dimension, larger with the keys, smaller under a mask."""
+    """Halves for four times the head dimension, grows with the keys, and is smaller under a mask."""
     return 0.1 * (128 / at.head_dim) ** 0.5 * (at.seqlen_kv / 4096) ** 0.1 * (0.8 if at.mask.kind != "none" else 1.0)
 
 

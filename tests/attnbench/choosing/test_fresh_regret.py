@@ -1,4 +1,4 @@
-"""Fresh regret: choices by one table, held against what was measured of other shapes, or of the same ones anew."""
+"""Fresh regret: choices by one table, compared with later measurements of other or the same shapes."""
 
 import json
 from dataclasses import replace
@@ -27,7 +27,7 @@ def scores(of=None, tables=None):
 
 
 def test_choices_are_scored_at_the_host_speed_of_the_tables():
-    """What a slow host made equally long is as fast as its device on one that is twice as fast."""
+    """Calls with equal times on a slow host differ by their device times on a host that is twice as fast."""
     slow, fast = (name for name, (_, _, error) in FORMULAS.items() if error < 0.01)
     parts = {slow: (0.9, 0.8), fast: (1.0, 0.2)}
     entries = [
@@ -68,7 +68,7 @@ def test_contenders_include_the_choices_and_exclude_plans_that_are_surely_slower
 
 @pytest.mark.parametrize("compiles", [False, True])
 def test_plans_that_must_be_compiled_are_excluded_earlier(compiles):
-    """It is 35 % slower, and the measurements follow the law so well that there is no doubt."""
+    """It is 35 % slower, and the measurements follow the formula exactly, so the prediction is certain."""
     near, other = Plan.parse("near:bf16"), Plan.parse("other:bf16")
     known = fake_registry(
         fake_backend("near", FakeForward("near:bf16")),
@@ -84,7 +84,7 @@ def test_plans_that_must_be_compiled_are_excluded_earlier(compiles):
 
 
 def test_entries_for_the_scored_shape_itself_are_ignored():
-    """A table that claims the slow plan to be fast at the fresh shape alone: by it, the choice would be wrong."""
+    """The table has a false fast time of the slow plan at the fresh shape only; using it would change the choice."""
     at = FRESH[0]
     lie = Entry(at, Plan.parse("near:bf16"), "ok", 1e-6, 1e-9, {"outlier": 0.002})
     table = Table(formula_table().environment, dict(formula_table().entries) | {(at, lie.plan): lie})
@@ -93,7 +93,7 @@ def test_entries_for_the_scored_shape_itself_are_ignored():
 
 
 def test_a_fast_choice_beyond_its_budget_is_a_failure():
-    """far:fp8 was seen at 0.06 and is 0.5 off at the fresh shapes."""
+    """far:fp8 has an error of 0.06 in the table and 0.5 at the fresh shapes."""
     wild = truth(FORMULAS | {"far:fp8": (0.3, 0.1, 0.5)})
     found = [each for each in scores(wild) if each.plan == Plan.parse("far:fp8")]
     assert found
@@ -112,7 +112,7 @@ def test_dtypes_absent_from_every_table_are_chosen_by_rule_and_counted():
 
 
 def with_noisy_times(plans, table, specs=FRESH):
-    """The truth with these plans' quartiles as far apart as half of their median, which hides a regret of 20 %."""
+    """The measurements with these plans' interquartile range at half of the median, which hides a regret of 20 %."""
     names = [Plan.parse(str(plan)) for plan in plans]
     wide = {
         key: replace(entry, spread_ms=0.5 * entry.time_ms) if key[0] in specs and key[1] in names else entry

@@ -1,4 +1,4 @@
-"""Choices for packed batches: what sequences of one length and other packed batches are evidence for."""
+"""Choices for packed batches: evidence from equal-length batches and from other packed batches."""
 
 import pytest
 from choices import entry, spec, table
@@ -16,7 +16,7 @@ def packed(sequences: int, longest: int, total: int) -> AttentionSpec:
 
 
 def test_equal_length_measurements_are_evidence_for_packed_batches():
-    """Times are those of as much work, errors those of the longest sequence; both with a wider doubt."""
+    """Times are predicted from equal work, errors from the longest sequence; both with larger uncertainty."""
     fast, narrow = Plan.parse("fast:bf16"), Plan.parse("fast:fp8")
     at = [spec(batch=2, seqlen_q=n) for n in (1024, 2048, 4096)]
     measured = [entry(name, n.flops / 1e9, n) for n in at for name in ("fast:bf16", "fast:fp8")]

@@ -1,4 +1,4 @@
-"""Held-out regret: what it must find in tables made to be easy, hopeless or unsafe, and in the committed rows."""
+"""Held-out regret: its results for easy, random and unsafe synthetic tables, and for the committed rows."""
 
 import json
 import math
@@ -25,7 +25,7 @@ PLAIN = [spec(length) for length in LENGTHS]
 
 
 def shuffle_times(table: Table, seed: int = 0) -> Table:
-    """The times of each spec dealt out anew among its plans."""
+    """The table with the times of each spec permuted among its plans."""
     chance = random.Random(seed)
     entries: dict[AttentionSpec, list[Entry]] = defaultdict(list)
     for each in table.entries.values():
@@ -55,7 +55,7 @@ def test_an_error_above_the_neighbours_prediction_counts_as_a_violation():
 
 
 def test_time_lost_by_rejecting_unproven_fp8_is_counted_as_caution():
-    """Far in front everywhere, and never chosen at the longest shape, to which no measured one reaches up."""
+    """FP8 is far ahead everywhere, and never chosen at the longest shape, beyond all measured ones."""
     table = formula_table({**FORMULAS, "far:fp8": (0.001, 0.1, 0.06)}, PLAIN)
     for each in held_out(table, KNOWN, questions=[Asked(True)]):
         if each.spec.seqlen_q == LENGTHS[-1]:

@@ -1,4 +1,4 @@
-"""Choices by the times of another GPU: never taken for measured ones, and said to be scaled wherever they are shown."""
+"""Choices by scaled times of another GPU: never treated as measured, and labelled as scaled in every output."""
 
 import json
 import warnings
@@ -34,7 +34,7 @@ def spec(length: int = 4096, **more) -> AttentionSpec:
 
 
 def table(environment=H200, lengths=LENGTHS, **rates: float) -> Table:
-    """Plans of so many TFLOPS at every length."""
+    """A table of plans with these TFLOPS at every length."""
     names = {"slow": "slow:bf16", "fast": "fast:bf16", "fp8": "fast:fp8"}
     return Table.from_entries(
         environment,
@@ -52,7 +52,7 @@ def known(**rates: float) -> Known:
 
 @pytest.fixture
 def choose_with(monkeypatch):
-    """A choice by these tables."""
+    """A function that chooses by given tables."""
 
     def pick(tables: Known, asked: AttentionSpec | None = None, **more):
         monkeypatch.setattr("attnbench.choosing.selector.known_tables", lambda device: tables)
@@ -85,7 +85,7 @@ def test_fp8_is_chosen_by_the_errors_of_the_other_gpu(choose_with):
 
 
 def test_a_lead_within_the_scaling_error_does_not_decide(choose_with):
-    """Measured there, 4 % decide; scaled they do not, and margins say by how much they would have to differ."""
+    """A measured lead of 4 % decides, a scaled one does not; the margin states the lead that would be needed."""
     rates = {"slow": 400, "fast": 416}
     assert str(choose_with(Known.of(table(**rates))).plan) == "fast:bf16"
     choice = choose_with(known(**rates))

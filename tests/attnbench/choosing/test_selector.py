@@ -1,4 +1,4 @@
-"""The selector: fastest within the budget whatever the table, nothing quietly, and reasons for everyone who lost."""
+"""The selector: the fastest plan within the budget for any table, and a reason for every plan that lost."""
 
 import math
 import random
@@ -62,7 +62,7 @@ POWERS = [2**each for each in range(9, 17)]
 
 
 def outliers(*errors: float, **more) -> Table:
-    """An FP8 plan, far in front, with these errors on outliers at growing lengths, beside one in 16 bits."""
+    """A table of a fast FP8 plan with these outlier errors at growing lengths, and of a 16-bit plan."""
     return table(
         *(entry("fast:fp8", n / 1e4, spec(seqlen_q=n, **more), normal=0.05, outlier=error)
           for n, error in zip(POWERS, errors, strict=False)),
@@ -129,7 +129,7 @@ def test_the_lead_over_a_measured_plan_is_beside_the_noise_of_both():
 
 
 def test_a_plan_measured_at_other_specs_competes_with_plans_measured_at_this_one():
-    """A prediction that leads by more than its error beats what was measured, one that leads by less does not."""
+    """A prediction beats a measurement only if its lead is larger than its error."""
     for time, plan in ((0.5, "fast:bf16"), (0.99, "slow:bf16")):
         some = table_by_length(slow={512: 0.25, 1024: 1.0, 2048: 4.0}, fast={512: time / 4, 2048: time * 4})
         assert str(pick(table=some).plan) == plan
@@ -170,7 +170,7 @@ def test_an_fp8_error_grows_with_the_keys_as_its_kernel_declares(growth, longest
 
 @pytest.mark.parametrize(("growth", "verdict"), [(None, "unmeasured"), (1.0, "chosen"), (1.3, "inaccurate")])
 def test_unmeasured_query_counts_count_like_unmeasured_key_counts_in_training(growth, verdict):
-    """dK and dV are sums over queries.  What is said of the plan names the most that were measured."""
+    """dK and dV are sums over queries.  The reason states the largest measured number."""
     forward, backward = FakeForward("fast:fp8", error_growth=1.0), FakeBackward("fast:fp8")
     backward.error_growth = growth
     known = fake_registry(
@@ -238,7 +238,7 @@ budgets = st.floats(1e-3, 1.0)
 
 
 def choice_or_none(*rows: Entry, length: int, **more):
-    """The choice, None where nothing may run."""
+    """The choice, or None if no plan may run."""
     try:
         return pick(spec(seqlen_q=length), table=table(*rows), **more)
     except NoPlanError:

@@ -1,4 +1,4 @@
-"""What the commands answer: the backends here, explanations, tables, and what the doctor finds and advises."""
+"""Output of the commands: available backends, explanations, tables, and the doctor's findings and advice."""
 
 import json
 import os
@@ -106,7 +106,7 @@ def test_doctor_reports_a_broken_torch_and_fails(tmp_path: Path) -> None:
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
-    """What a sweep of one tiny case has left here."""
+    """The results of a sweep of one tiny case."""
     here = Environment.detect(torch.device("cpu"), registry())
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=32, head_dim=16, dtype="fp32")
     facts = {"spec": spec, "environment": here, "error": {"normal": {"out": 1e-6, "lse": 0.0}}}
@@ -150,7 +150,7 @@ WITHOUT_CUDA = pytest.mark.skipif(torch.version.cuda is not None, reason="this t
 
 
 class Hopper(ForwardKernel):
-    """Asks its package when it is asked for more than its row says."""
+    """A kernel with further refusals beyond its capability row."""
 
     name, declared_error = "vendor:fp8", 0.1
 

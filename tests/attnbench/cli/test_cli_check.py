@@ -1,4 +1,4 @@
-"""``attnbench check`` as a person meets it: what it prints, what it leaves, and how it exits."""
+"""``attnbench check``: its output, its report and its exit codes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ check = partial(expect, "check", "--device", "cpu")
 
 @pytest.fixture(autouse=True)
 def planted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels with planted faults are installed."""
+    """Installs kernels with injected faults."""
     monkeypatch.setattr(suite, "installed", lambda: Registry([*registry().backends.values(), PLANTED]))
     monkeypatch.setattr(suite, "CHECKS", tuple(each for each in suite.CHECKS if each.name in NEEDED))
 

@@ -1,4 +1,4 @@
-"""``attnbench compare`` as a person or a CI meets it: real files, what it prints, and the code that it ends with."""
+"""``attnbench compare``: real files, its output and its exit codes."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What the command line says of a mistake: the exit code, and one clear line without a traceback."""
+"""Errors of the command line: the exit code, and one clear line without a traceback."""
 
 from pathlib import Path
 

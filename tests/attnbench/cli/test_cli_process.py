@@ -1,4 +1,4 @@
-"""The command as a process: what starting it loads, and how a closed pipe, a full disk or an interrupt ends it."""
+"""The command as a process: modules imported at the start, and exits by a closed pipe, full disk or interrupt."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ def test_a_full_disk_under_standard_output_is_reported_once(
 
 
 def test_an_interrupt_exits_130_without_a_traceback(tmp_path: Path) -> None:
-    """As soon as it says that it measures, with cases left for minutes."""
+    """Interrupts it as soon as it prints that it measures, with minutes of cases left."""
     case = "- {{batch: 1, heads: 1, seqlen_q: {}, head_dim: 16}}\n"
     (tmp_path / "cases.yaml").write_text("".join(case.format(length) for length in range(1, 500)))
     options = {"--preset": tmp_path / "cases.yaml", "--backends": "reference", "--dtype": "fp32", "--device": "cpu"}

@@ -1,4 +1,4 @@
-"""The command with standard streams that are closed, or cannot say every character."""
+"""The command with closed standard streams, or with encodings that lack characters."""
 
 import io
 import json
@@ -26,7 +26,7 @@ COMMANDS = {
 
 
 def forked(arguments: tuple[str, ...], closed: tuple[int, ...], folder: Path) -> tuple[int, str, str]:
-    """(exit code, standard output, standard error) in a child that has torch already and lacks these streams."""
+    """(exit code, standard output, standard error) of a forked child with torch loaded and these streams closed."""
     outputs = [folder / "stdout", folder / "stderr"]
     child = os.fork()
     if child == 0:
@@ -54,7 +54,7 @@ def forked(arguments: tuple[str, ...], closed: tuple[int, ...], folder: Path) ->
 
 @pytest.fixture(scope="module")
 def warm():
-    """What every child would find out anew about the backends here."""
+    """Caches backend availability, which every child would otherwise detect again."""
     attnbench(*COMMANDS["json"][0])
 
 
@@ -70,7 +70,7 @@ def test_a_closed_stream_changes_neither_the_exit_code_nor_the_other_stream(tmp_
 
 
 def test_a_newly_opened_file_does_not_become_standard_output(tmp_path):
-    """Its number is free, so that what a library prints would land in a file of ours."""
+    """Its file descriptor is free, so a library's output would go to a file that attnbench opens."""
     folder = part(tmp_path / "results", ROWS)
     command = ("table", "build", str(folder), "-o", str(tmp_path / "table.json"))
     assert forked(command, (0, 1, 2), tmp_path)[0] == 0
@@ -99,7 +99,7 @@ def test_an_unencodable_character_is_replaced(tmp_path, monkeypatch, encoding, f
 
 
 def test_a_full_disk_does_not_change_the_commands_result(monkeypatch):
-    """compare's 1 and 3 stay what they are although nothing could be printed."""
+    """The exit codes 1 and 3 of compare are kept although nothing could be printed."""
     monkeypatch.setattr(cli, "_run", lambda: print("x") or 3)
     with open("/dev/full", "w") as full, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", full)

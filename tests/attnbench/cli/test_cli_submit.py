@@ -1,4 +1,4 @@
-"""``attnbench submit``: one file from honest results; every reason, and no file, from others."""
+"""``attnbench submit``: one file from valid results; all reasons and no file from invalid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sweep whose table cannot be written: said before anything is measured, and nothing that was measured is lost."""
+"""A sweep whose table cannot be written: reported before measuring, and no measurement is lost."""
 
 import os
 import sys
@@ -22,7 +22,7 @@ sweep_command = import_module("attnbench.cli.sweep")
 
 @pytest.fixture
 def sweep(tmp_path, monkeypatch):
-    """The end of a sweep that measures ``ROWS``; (whether something was measured, what was said before that)."""
+    """Runs a sweep that yields ``ROWS``; (whether it measured, the output before that)."""
 
     def run(*, update=True, meanwhile=lambda: None, stop=None):
         said_before = []
@@ -48,7 +48,7 @@ def sweep(tmp_path, monkeypatch):
 
 @pytest.fixture
 def no_cache(own_cache, monkeypatch):
-    """A file stands where the cache folder should be, which stops root, too."""
+    """A file at the path of the cache folder, which also prevents root from creating it."""
     (own_cache / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(own_cache / "file"))
     return own_cache / "file"

@@ -1,4 +1,4 @@
-"""attention(), explain() and use_backend as a user meets them."""
+"""attention(), explain() and use_backend through the public API."""
 
 import inspect
 import weakref
@@ -46,7 +46,7 @@ def test_bshd_is_a_view_of_the_same_answer():
 
 @pytest.mark.parametrize("training", [True, False])
 def test_operands_that_only_the_forward_reads_are_freed_before_the_backward(training):
-    """Transposed copies are as large as what is kept, and a model holds every layer's until its backward."""
+    """Transposed copies are as large as the saved tensors, and a model keeps every layer's until its backward."""
     made = []
 
     class Copying(FakeForward):

@@ -1,4 +1,4 @@
-"""attention under torch.compile and torch.export: one operator, the eager answer, no graph break."""
+"""attention under torch.compile and torch.export: one operator, eager results, no graph break."""
 
 import asyncio
 import threading
@@ -25,7 +25,7 @@ SPECS = {
 
 @pytest.fixture(autouse=True)
 def fresh():
-    """Nothing that another test has compiled, and room for all that one compiles."""
+    """Clears compiled code of other tests, and raises the recompilation limit."""
     torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=64):
         yield
@@ -67,7 +67,7 @@ def test_compiled_is_eager_to_the_bit(plan, spec):
     ],
 )
 def test_layouts_and_dtypes(dtype, layout, backend):
-    """Between operations that inductor fuses, once: its compiler takes seconds."""
+    """Between operations that inductor fuses, in one test only, because its compiler takes seconds."""
     x = tensors(dtype=dtype, grad=True)
     if layout == "bshd":
         x = tuple(each.detach().transpose(1, 2).contiguous().requires_grad_() for each in x)

@@ -1,4 +1,4 @@
-"""The second call of a question: one look-up, under a key that misses nothing the choice depends on."""
+"""Repeated calls: one look-up, with a key of everything that the choice depends on."""
 
 import sys
 import threading
@@ -50,7 +50,7 @@ CALLS = {
 
 
 def test_every_argument_is_part_of_the_key(passes_run):
-    """Each call twice, in two orders, so that a forgotten part of the key would answer one with another's choice."""
+    """Runs each call twice, in two orders, so that a missing part of the key would give another call's choice."""
     q, k, v = tensors()
     grads = [x.clone().requires_grad_() for x in (q, k, v)]
     given = {
@@ -86,7 +86,7 @@ def test_layouts_and_grouping_are_part_of_the_key(passes_run):
 
 
 class CountingMode(TorchFunctionMode):
-    """Passes calls on, as a program's own mode may."""
+    """A mode that counts calls and passes them on."""
 
     seen = 0
 
@@ -96,7 +96,7 @@ class CountingMode(TorchFunctionMode):
 
 
 def test_a_cached_choice_is_not_used_after_the_state_changed(passes_run):
-    """The same tensors each time, while what surrounds them changes and changes back."""
+    """Repeats a call with the same tensors while the surrounding state changes and changes back."""
     q, k, v = tensors(dtype=torch.float32)
     wanted, leaf = attention(q, k, v), q.detach()
     for turn in (1, 2):
@@ -177,7 +177,7 @@ def test_a_context_applies_to_checkpoint_recomputation(passes_run):
 
 
 def test_a_choice_by_rule_warns_only_at_the_first_call_of_a_question(monkeypatch):
-    """Explaining and asking again do not: the warning is for a program that runs by rule."""
+    """Explaining and repeated calls do not warn: the warning is for programs that run by rule."""
     warned = []
     monkeypatch.setattr(memory, "warn_of_rule", lambda choice, device: warned.append((choice.basis, device.type)))
     x = tensors(sq=13)
@@ -190,7 +190,7 @@ def test_a_choice_by_rule_warns_only_at_the_first_call_of_a_question(monkeypatch
 
 @pytest.mark.parametrize(("training", "most"), [(False, 21), (True, 33)])
 def test_a_repeated_call_runs_little_python(training, most):
-    """Of what a call costs over torch's own, most is calls of Python functions."""
+    """Most of a call's overhead over torch's own is calls of Python functions."""
     x = tuple(each.requires_grad_(training) for each in tensors())
     attention(*x)
     calls = []

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="to
 
 @pytest.fixture(scope="module")
 def gradients_folder(tmp_path_factory) -> Path:
-    """Where the ranks have left their gradients."""
+    """The folder with the gradients of the ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     ranks.run_ranks(ranks.__file__, [[str(rank), str(folder)] for rank in range(ranks.RANKS)], folder)
     return folder

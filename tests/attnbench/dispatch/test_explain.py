@@ -1,4 +1,4 @@
-"""What a choice tells: every plan and why, the lead and whether it means anything, what another budget would buy."""
+"""Explanations of a choice: every plan with its reason, the lead and its noise, and trades for other budgets."""
 
 import pytest
 import torch

@@ -46,7 +46,7 @@ def results_of(size, folder, *thorough):
     ids=str,
 )
 def ring_results(request, tmp_path_factory):
-    """What each rank found, by name."""
+    """The results of each rank, by name."""
     return results_of(request.param[0], tmp_path_factory.mktemp("ring"), *request.param[1:])
 
 
@@ -178,7 +178,7 @@ def test_every_sent_gradient_is_returned():
 
 
 def torchrun_output(*command, folder):
-    """What two ranks of torchrun print."""
+    """The output of two ranks started by torchrun."""
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *map(str, command)],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}, cwd=folder, capture_output=True,

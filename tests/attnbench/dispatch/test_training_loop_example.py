@@ -1,4 +1,4 @@
-"""The example of a training loop, run as a person would: by itself, once more by its file, and on two ranks."""
+"""The example training loop: run alone, again with its file of choices, and on two ranks."""
 
 import io
 import json
@@ -22,7 +22,7 @@ FP8 = ("--backend", "emulated", "--max-error", 0, *SMALL)
 
 
 def losses(*arguments, ranks=1):
-    """What the example printed on the way: the loss of each step that it told."""
+    """The losses that the example printed, by step."""
     if ranks == 1:
         forget()
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out:

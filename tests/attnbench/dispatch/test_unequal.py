@@ -1,4 +1,4 @@
-"""attention of packed, padded and nested batches: every sequence as if it were alone."""
+"""attention of packed, padded and nested batches: each sequence as if computed alone."""
 
 from __future__ import annotations
 

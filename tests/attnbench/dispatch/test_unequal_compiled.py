@@ -1,4 +1,4 @@
-"""attention of packed and padded batches under torch.compile, torch.export and torch.func: the eager answer."""
+"""attention of packed and padded batches under torch.compile, torch.export and torch.func: eager results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What replaces a file: whole or not at all, whatever stops it, and everything that a user keeps is written by it."""
+"""Atomic replacement of files: complete or not at all after any failure; all user files are written by it."""
 
 import multiprocessing
 import os
@@ -39,7 +39,7 @@ BREACH = Breach(Plan("reference:fp32"), SPEC, "cpu", "out", 0.5, 0.1, 1e9, 0, 1)
 
 @contextmanager
 def limit_file_size(size: int):
-    """A disk with room for so many bytes in one file."""
+    """Simulates a disk that is full after this many bytes in one file."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

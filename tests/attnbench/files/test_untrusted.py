@@ -1,4 +1,4 @@
-"""What every reader begins with: a file that is one, and messages that are short and steer nothing."""
+"""Reading untrusted input: only regular files are read, and messages are short and printable."""
 
 import os
 from pathlib import Path

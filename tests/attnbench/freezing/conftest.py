@@ -1,4 +1,4 @@
-"""The fake kernels that choices are frozen among, and the file."""
+"""Fixtures for frozen choices: fake kernels and the file's path."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Frozen choices: what was chosen once is chosen again, or an error says what the file lacks or why it cannot serve."""
+"""Frozen choices: recorded choices are repeated, or an error says what is missing or why a plan cannot run."""
 
 import json
 import tempfile
@@ -111,7 +111,7 @@ def test_a_missing_file_is_recorded_or_an_error(path, missing):
 
 
 def test_a_single_run_does_not_reread_or_reserialise_its_choices(fakes, path, monkeypatch):
-    """A growing cache of keys asks thousands of questions, and each writes the file."""
+    """A growing key cache needs thousands of choices, and each writes the file."""
     read, spelt = Mock(wraps=frozen_file.read_text), Mock(wraps=frozen_file.short_fields)
     monkeypatch.setattr(frozen_file, "read_text", read)
     monkeypatch.setattr(frozen_file, "short_fields", spelt)
@@ -187,7 +187,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def models(fakes, monkeypatch) -> dict[int, str]:
-    """The model of each GPU by its number; one that has none here is as the first."""
+    """GPU models by index; other indices have the model of the first."""
     known = {0: H200}
 
     def describe(device: torch.device) -> Device:

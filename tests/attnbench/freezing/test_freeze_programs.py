@@ -1,4 +1,4 @@
-"""Frozen choices in programs: explained, compiled, checkpointed, exported and guarded by what the file says."""
+"""Frozen choices in programs: explained, compiled, checkpointed, exported and guarded according to the file."""
 
 import contextlib
 import json
@@ -31,7 +31,7 @@ def forward_plans(monkeypatch) -> list[str]:
 
 
 def freeze_other(path: Path, *asked: dict, x=None) -> str:
-    """A file that names a plan which nothing here would choose, for each of these calls."""
+    """Writes a file with a plan that would not be chosen otherwise, for each of these calls."""
     with freeze(path):
         for each in asked:
             chosen = explain(*(x or tensors()), **each).plan

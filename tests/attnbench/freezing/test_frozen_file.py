@@ -1,4 +1,4 @@
-"""A frozen file from anywhere: it is read back as it was written, or an error says where, and never anything else."""
+"""Frozen files: a valid one reads back as written, and an invalid one is an error that says where."""
 
 import json
 import random
@@ -89,7 +89,7 @@ CONTENT = Frozen(
 
 @pytest.fixture
 def path(tmp_path) -> Path:
-    """A good file."""
+    """The path of a valid file."""
     CONTENT.save(tmp_path / "run.choices.json")
     return tmp_path / "run.choices.json"
 

@@ -1,4 +1,4 @@
-"""Kernels that go wrong under a guard."""
+"""Kernels with switchable errors under a guard."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from attnbench.choosing.demotion import demotions
 
 @pytest.fixture
 def planted_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Planted, PlantedBackward]]:
-    """A forward and a backward that auto runs; afterwards nothing of them is left."""
+    """A forward and a backward that auto runs, unregistered after the test."""
     with monkeypatch.context() as patch:
         yield plant(patch)
     demotions.forget()

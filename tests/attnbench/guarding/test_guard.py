@@ -1,4 +1,4 @@
-"""The guard on live tensors: it finds what goes wrong, says so, acts, and leaves the program as it was."""
+"""The guard on live tensors: it finds errors, reports them, acts on them, and does not change the program."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""The few rows that a guard computes: the same numbers as dense attention in FP64, and nothing that a program sees."""
+"""The rows that a guard computes: equal to dense attention in FP64, without effects on the program."""
 
 from random import Random
 
@@ -32,7 +32,7 @@ def read(sums: Sums) -> tuple[bool, dict[str, tuple[Tensor, Tensor]]]:
 
 
 def agree(found: Tensor, truth: list[Tensor]) -> None:
-    """Sums of squares, head by head, with room for rounding beside the largest."""
+    """Compares sums of squares by head, with a tolerance for rounding relative to the largest."""
     expected = torch.stack([each.square().sum() for each in truth])
     assert (found - expected).abs().max() <= 1e-8 * expected.max() + 1e-20, (found, expected)
 
@@ -87,7 +87,7 @@ def test_prequantised_inputs_are_compared_at_their_quantised_values(granularity)
 
 
 def test_a_cancelling_sum_is_compared_relative_to_its_terms():
-    """One key: dq and dk are nothing, and what rounding leaves there is no error; dv is as it is."""
+    """With one key dq and dk are zero, and rounding errors there do not count; dv is compared as usual."""
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=5, seqlen_kv=1, head_dim=8, direction="training", dtype="fp32")
     q, do = (torch.randn(1, 2, 5, 8) for _ in range(2))
     k, v = (torch.randn(1, 2, 1, 8) for _ in range(2))
@@ -159,7 +159,7 @@ def test_modes_and_autocast_do_not_affect_the_check():
 @given(documents(20, masks(), heads=(4, 2), head_dim=8, head_dim_v=8,
                  padding=st.sampled_from([None, "left", "right"])))  # fmt: skip
 def test_checked_rows_of_unequal_lengths_agree_with_each_sequence_alone(batch: Documents) -> None:
-    """Padding holds NaN; every head and row of each tensor is as dense attention of its own sequence has it."""
+    """Padding holds NaN; every head and row of each tensor agrees with dense attention of its own sequence."""
     (q, k, v, do), lengths, spec = batch.batched(batch.parts())
     own = list(lengths.sequences(spec, q, k))
     out, dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float64) for x in (do, q, k, v))

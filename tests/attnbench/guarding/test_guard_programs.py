@@ -1,4 +1,4 @@
-"""The guard in real programs: compiled, checkpointed, threaded, nested; it changes nothing and keeps nothing alive."""
+"""The guard in real programs: compiled, checkpointed, threaded, nested; no results change, no tensors are kept."""
 
 import gc
 import random
@@ -136,7 +136,7 @@ def test_the_inner_guard_is_active_and_guards_stop_in_any_order():
 
 
 class PendingEvent:
-    """The event of a check that a GPU has not got to yet."""
+    """The event of a check that the GPU has not finished."""
 
     def query(self) -> bool:
         return False
@@ -146,7 +146,7 @@ class PendingEvent:
 
 
 def add_pending_check(watch) -> guarding._Check:
-    """A check of a call of the guard's first case, under way, that will be found infinite."""
+    """Adds a pending check with a nonfinite error, of a call of the guard's first case."""
     attention(*tensors())
     sums = Sums(torch.tensor([1.0, torch.nan, *[0.0] * 8, *[1.0] * 8], dtype=torch.float64), 1, 8, {"out": 0.0})
     check = guarding._Check(next(iter(watch._cases.values())), 1, torch.device("cpu"), sums, PendingEvent(), {})

@@ -1,4 +1,4 @@
-"""When checks become a breach: hardly ever for a plan at its bound, soon for one beyond, whatever its rows are."""
+"""The test that turns checks into a breach: rare false alarms at the bound, fast alarms beyond it, for any rows."""
 
 import math
 import random
@@ -14,12 +14,12 @@ BOUND = 0.05
 
 
 def even_errors(draw: random.Random) -> float:
-    """Rows of 128 dimensions: all heads about alike."""
+    """Rows of 128 dimensions: nearly equal errors in all heads."""
     return draw.gammavariate(200, 1 / 200)
 
 
 def uneven_errors(draw: random.Random) -> float:
-    """Some heads three times as wrong as others."""
+    """Three times larger errors in some heads."""
     return draw.choice((0.2, 0.6, 2.2)) * even_errors(draw)
 
 
@@ -68,7 +68,7 @@ def test_a_plan_beyond_its_bound_is_found_soon_after_any_correct_period(rows, re
     st.sampled_from([0.05, 0.2, 0.5, 0.9]),
 )
 def test_errors_with_an_allowed_mean_give_no_evidence_on_average(shares, bet):
-    """The reason why alarms are rare: over any errors whose mean is allowed, the factor's mean is 1 at the most."""
+    """This bounds false alarms: for any errors with an allowed mean, the mean of the factor is at most 1."""
     mean = math.fsum(shares) / len(shares)
     if mean == 0:
         return

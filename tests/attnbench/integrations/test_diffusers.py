@@ -1,4 +1,4 @@
-"""Models of diffusers around our attention: what its native backend computes, or a sentence that says why not."""
+"""diffusers models with our attention: the same results as its native backend, or a clear error."""
 
 import copy
 import sys

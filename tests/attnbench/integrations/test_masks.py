@@ -1,4 +1,4 @@
-"""Mask tensors handed to the drop-in: read anew at each call, and refused as torch refuses them."""
+"""Mask tensors given to the SDPA replacement: read at each call, and refused like torch refuses them."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def tensor(*shape, seed=0):
     floating=st.booleans(), large=st.booleans(),
 )  # fmt: skip
 def test_a_cached_mask_is_compared_with_every_entry(first, second, batch, floating, large):
-    """The second reading of the same memory finds what a first one would."""
+    """Reading changed memory again gives the result of a first reading."""
     full = torch.ones(5, 5, dtype=torch.bool)
     hole = full.clone()
     hole[2, 1] = False

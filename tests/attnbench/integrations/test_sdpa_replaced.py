@@ -1,4 +1,4 @@
-"""The drop-in for torch's SDPA: what torch computes, for every call that means it, also again in a backward."""
+"""The replacement of torch's SDPA: torch's results for every call in the block, also in recomputation."""
 
 import threading
 import warnings
@@ -29,7 +29,7 @@ def equals_torch(out, q):
 
 @st.composite
 def sdpa_calls(draw):
-    """Shapes of two to five axes, a mask in each of its spellings, and whether it can be served."""
+    """Shapes of two to five axes, a mask in any form, and whether the call can be served."""
     axes = draw(st.integers(2, 5))
     group, kv_heads = draw(st.sampled_from([(1, 1), (1, 2), (2, 2)])) if axes > 2 else (1, 1)
     lead = tuple(draw(st.lists(st.integers(1, 2), min_size=max(0, axes - 3), max_size=max(0, axes - 3))))
@@ -254,7 +254,7 @@ def nested_checkpoints(q):
 
 
 class CustomCheckpoint(torch.autograd.Function):
-    """A checkpoint as DeepSpeed and Megatron have their own."""
+    """A custom checkpoint like those of DeepSpeed and Megatron."""
 
     @staticmethod
     def forward(ctx, function, q):

@@ -1,4 +1,4 @@
-"""Models of transformers around our attention: what SDPA computes, masks included, or a sentence that says why not."""
+"""transformers models with our attention: the same results as SDPA, masks included, or a clear error."""
 
 import sys
 import warnings
@@ -19,12 +19,12 @@ EXACT = "reference"
 
 @pytest.fixture
 def calls():
-    """Registered as ``attnbench``, by the most accurate backend there is."""
+    """The call counter of ``attnbench``, registered with the most accurate backend."""
     return register(backend=EXACT)
 
 
 def padding(*spans, length=12):
-    """(B, length) of 1 where a token is, for each row from a position to another."""
+    """(B, length) with 1 for tokens: each row has its range of positions."""
     positions = torch.arange(length)
     return torch.stack([((positions >= first) & (positions < last)).long() for first, last in spans])
 
@@ -203,7 +203,7 @@ def test_invalid_registrations_are_refused(monkeypatch):
 
 
 def expected_mask(mask, batch, seqlen_q, seqlen_kv):
-    """(B, Sq, Skv), true where a key is seen by the sequences' places and the mask within each."""
+    """(B, 1, Sq, Skv), true for visible keys by the sequences' positions and the mask within each."""
     told, sequences = torch.zeros(batch, seqlen_q, seqlen_kv, dtype=torch.bool), mask.sequences
     queries = torch.arange(batch * seqlen_q) if sequences.queries is None else sequences.queries
     for number in range(batch):
@@ -219,7 +219,7 @@ def expected_mask(mask, batch, seqlen_q, seqlen_kv):
 
 
 def dense_mask(mask, seqlen_q, seqlen_kv):
-    """(Sq, Skv), true where a key is seen, by the mask's own definition."""
+    """(Sq, Skv), true for visible keys by the mask's definition."""
     mask = mask or Mask()
     rows = [mask.span(row, seqlen_q, seqlen_kv) for row in range(seqlen_q)]
     keys = torch.arange(seqlen_kv)

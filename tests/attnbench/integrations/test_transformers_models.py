@@ -1,4 +1,4 @@
-"""Models of transformers that treat masks, windows or the name of their attention in a way of their own."""
+"""Models of transformers that treat masks, windows or the name of their attention in their own way."""
 
 import copy
 import dataclasses
@@ -55,7 +55,7 @@ def test_a_submodel_with_another_attention_may_have_its_own_table():
 
 
 def test_a_model_that_computes_attention_itself_is_named_and_keeps_its_masks():
-    """Its scores would have a mask of booleans added to them, which hides nothing."""
+    """It would add a boolean mask to its scores, which hides no key."""
     calls = register(backend="reference")
     config = transformers.RemBertConfig(vocab_size=TOKENS, input_embedding_size=32, **SMALL)
     with pytest.raises(InputError, match=r"RemBertModel computes attention itself, .* within .*replaced\(\)"):

@@ -1,4 +1,4 @@
-"""Batches of transformers with padding or several sequences a row: each sequence is answered as if it were alone.
+"""Batches of transformers with padding or several sequences a row: each sequence as if computed alone.
 
 Tolerances: fp32 rounds to 6e-8, and two layers of sums of up to 96 terms in another order stay below 1e-5 in the logits
 and, with the sums over all tokens, 1e-4 in the gradients.
@@ -38,7 +38,7 @@ def texts():
 
 
 def padded(side):
-    """``input_ids``, ``attention_mask`` and ``labels`` as a tokenizer pads, and which tokens are real."""
+    """Padded ``input_ids``, ``attention_mask`` and ``labels`` like a tokenizer's, and which tokens are real."""
     rows = [torch.arange(20) < length if side == "right" else torch.arange(20) >= 20 - length for length in LENGTHS]
     real, x = torch.stack(rows), torch.full((len(LENGTHS), 20), 7)
     x[real] = torch.cat(texts())
@@ -48,7 +48,7 @@ def padded(side):
 
 
 def packed(*named, **options):
-    """What transformers' collator for padding-free batches makes, but for what is not ``named``."""
+    """The ``named`` entries of a batch by transformers' padding-free collator."""
     collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
     made = collate([{"input_ids": each.tolist()} for each in texts()])
     return {name: made[name] for name in ("input_ids", "labels", *named)} | options
@@ -82,7 +82,7 @@ def test_logits_and_gradients_agree_with_transformers_and_each_sequence_alone(ca
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("named", [{"position_ids"}, LENGTHS_NAMED, {"cu_seq_lens_q"}])
 def test_lengths_or_positions_alone_divide_a_batch_even_with_an_empty_cache(calls, named, dtype):
-    """A model makes a cache unless it is told not to.  Positions that do not start anew leave rotations to differ."""
+    """A model creates a cache by default.  Positions that do not restart would change the rotary embedding."""
     model, ours = decoders("MistralConfig", {**WINDOWED, **SMALL_WINDOW})
     wanted = step(model, **packed("position_ids", use_cache=False))
     given = packed(*named)
@@ -139,7 +139,7 @@ def test_lengths_of_another_dtype_are_converted_once_until_they_change(calls, mo
 
 
 def test_a_layer_with_another_batch_size_does_not_use_these_sequences(calls):
-    """As torch does, a mask of one row is shared by all; packed rows of such a layer are not as many."""
+    """A mask of one row applies to all rows, as in torch; but packed sequences of one row do not fit more rows."""
     _, ours = decoders("LlamaConfig", DECODER)
     embedded = torch.zeros(1, 20, 64)
     mask = causal_mask(ours.config, embedded, padded("left")[1][:1])
@@ -156,7 +156,7 @@ def test_a_layer_with_another_batch_size_does_not_use_these_sequences(calls):
 
 
 def test_sequences_can_be_moved_to_another_device():
-    """As accelerate moves what a layer on another device is given."""
+    """As accelerate does with the inputs of a layer on another device."""
     register(backend="reference")
     _, ours = decoders("LlamaConfig", DECODER)
     mask = causal_mask(ours.config, torch.zeros(3, 20, 64), padded("left")[1])
@@ -188,7 +188,7 @@ def test_decoding_after_padded_prompts_agrees(calls, model):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_chunked_prompts_with_rows_of_only_padding_agree(calls, side):
-    """After a piece that is padded at the right, padding lies between the keys."""
+    """After a chunk with right padding there is padding between the keys."""
     model, ours = decoders("LlamaConfig", DECODER)
     named, real = padded(side)
     outs = []
@@ -223,7 +223,7 @@ def test_padding_between_tokens_is_refused_only_with_a_window(calls):
 @pytest.mark.parametrize("batch", ["left", "right", "positions", "lengths"])
 @pytest.mark.parametrize("model", ["Mistral", "Gemma2"])
 def test_the_sdpa_fallback_gets_the_same_sequences(model, batch):
-    """Also lengths that it would ignore."""
+    """Includes lengths that SDPA would ignore."""
     calls = register(backend="sdpa-efficient", otherwise="sdpa")
     model, ours = decoders(*MODELS[model])
     if batch == "lengths":

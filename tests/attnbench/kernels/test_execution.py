@@ -1,4 +1,4 @@
-"""Running a plan: one operator only where it computes what the plan says, and a context of the GPU in each thread."""
+"""Running a plan: torch's single operator only if it is equivalent, and a GPU context in each thread."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_context_is_made_once_for_each_thread_and_device(monkeypatch: pytest.M
 
 
 def test_a_plan_binds_the_thread_before_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backward's is autograd's own."""
+    """The backward runs in autograd's thread."""
     happened: list[object] = []
 
     def recording_kernel(what: str) -> SimpleNamespace:

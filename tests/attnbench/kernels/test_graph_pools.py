@@ -1,5 +1,5 @@
-"""What is kept between calls is made in a thread of its own: torch leads what a caller's thread allocates into a
-graph's pool while it warms up for a recording, and refuses to record where some of that is still held."""
+"""Tensors cached between calls are allocated in a separate thread: during warm-up for graph capture torch allocates
+for the caller's thread in the graph's pool, and refuses to capture while such memory is held."""
 
 import gc
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 class Allocations(TorchDispatchMode):
-    """The memory that operators of this thread return, none of which it keeps alive."""
+    """Records the memory that operators of this thread return, without keeping it alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Allocations(TorchDispatchMode):
 
 @contextmanager
 def pool() -> Iterator[Allocations]:
-    """Nothing that this thread allocates in here may outlive the block."""
+    """Asserts that no memory that this thread allocates in the block outlives it."""
     with Allocations() as allocations:
         yield allocations
     assert allocations.found
@@ -98,7 +98,7 @@ def test_scale_history_does_not_keep_memory_of_earlier_steps() -> None:
 def test_cached_tensors_are_made_on_an_unrecorded_stream_and_synchronised(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without a GPU: torch hands out four streams in turn here, of which the first is being recorded."""
+    """Simulated without a GPU: torch returns four streams in turn, the first of which is being captured."""
     made_on, finished = [], []
 
     class Stream:

@@ -1,4 +1,4 @@
-"""A third party's backend: the example, installed for real, and plug-ins that are broken or ill-mannered."""
+"""Third-party backends: the example, installed by pip, and plug-ins that are broken or conflict with others."""
 
 import json
 import shutil
@@ -26,26 +26,26 @@ LIST = ("backends", "--device", "cpu", "--format", "json")
 
 
 def reload_backends() -> None:
-    """Look for installed backends at the next question, as a new process does."""
+    """Clears caches, so that installed backends are searched again."""
     registry.cache_clear()
     forget()
 
 
 @pytest.fixture(autouse=True)
 def restore_backends() -> Iterator[None]:
-    """The next test finds the backends that are installed without those of this one."""
+    """Clears the registry after each test, so that the next one does not see its backends."""
     yield
     reload_backends()
 
 
 def backends_by_name(listed: Run) -> dict[str, Any]:
-    """What ``attnbench backends`` says."""
+    """The backends in the output of ``attnbench backends``, by name."""
     assert listed.returncode == 0, listed.stderr
     return {each["name"]: each for each in json.loads(listed.stdout)["backends"]}
 
 
 def write_plug_in(site: Path, name: str, module: str, source: str) -> None:
-    """A distribution as pip lays it down, with one module and one entry point."""
+    """Writes a distribution like pip's, with one module and one entry point."""
     (site / f"{module}.py").write_text(source)
     info = site / f"{module}-1.0.dist-info"
     info.mkdir()
@@ -55,7 +55,7 @@ def write_plug_in(site: Path, name: str, module: str, source: str) -> None:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder into which pip has installed the example."""
+    """A folder with the example installed by pip."""
     source, target = tmp_path_factory.mktemp("source") / "example", tmp_path_factory.mktemp("site")
     shutil.copytree(EXAMPLE, source)
     command = ["pip", "install", "--no-deps", "--no-build-isolation", "--target", str(target), str(source)]
@@ -68,7 +68,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def installed_example(site: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder, on the path of this process and of those that it starts."""
+    """The folder with the example, on the path of this process and its children."""
     monkeypatch.syspath_prepend(site)
     monkeypatch.setenv("PYTHONPATH", str(site))
     reload_backends()

@@ -1,4 +1,4 @@
-"""The registry: names, plans, reasons, and third parties that misbehave."""
+"""The registry: names, plans, reasons, and invalid third-party backends."""
 
 from dataclasses import fields
 
@@ -118,7 +118,7 @@ def test_each_limit_of_a_capability_row_gives_one_reason_only_when_exceeded(row,
 
 
 def test_a_capability_row_reads_every_field_of_a_spec():
-    """A field that no row reads would be served, and left out, by every kernel that does not know of it."""
+    """A field that rows do not read would be ignored by kernels that do not support it."""
     read = set()
 
     class Watched(AttentionSpec):

@@ -1,4 +1,4 @@
-"""Attention sinks: one more logit a head, against a softmax that spells it out."""
+"""Attention sinks: one more logit per head, compared with an explicit softmax."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attnbench.problem.spec_text import short_fields
 
 
 def exact_attention_with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-    """(out, lse) in FP64, with the sinks as a column of scores; 0 in a row that sees nothing and has no sink."""
+    """(out, lse) in FP64, with the sinks as a column of scores; 0 in a row without keys and without a sink."""
     q, k, v, sinks = (x.double() for x in (q, k, v, sinks))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * q.shape[-1] ** -0.5

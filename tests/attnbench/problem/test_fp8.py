@@ -1,4 +1,4 @@
-"""FP8 quantisation: what rounds, what shares a scale, what comes back."""
+"""FP8 quantisation: rounding, shared scales, dequantised values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def normal(*shape, seed=0):
 
 
 def groups(shape, granularity):
-    """The group that each token of each head belongs to, (B, H, S)."""
+    """The scale group of each token of each head, (B, H, S)."""
     b, h, s = shape
     head = torch.arange(b * h).view(b, h, 1)
     token = torch.arange(s).view(1, 1, s)
@@ -76,7 +76,7 @@ def test_hadamard_rows_mix_signs_and_size_zero_is_an_error():
 
 
 def rows(kind, shape, seed):
-    """Rows (B, H, S, D): of normal numbers, with one that outweighs all others, or as a column of the rotation is."""
+    """Rows (B, H, S, D): normal numbers, one dominant number, or a column of the rotation."""
     x = normal(*shape, seed=seed)
     if kind == "outlier":
         places = torch.randint(shape[3], (*shape[:3], 1), generator=torch.Generator().manual_seed(seed))
@@ -124,9 +124,9 @@ def test_an_unknown_granularity_is_an_error():
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_quantisation_divides_by_tensors_on_the_same_device(granularity, format):
-    """By a number, or by a tensor of one element on the CPU, CUDA multiplies with a rounded reciprocal.
+    """CUDA divides by a number or a one-element CPU tensor by multiplying with a rounded reciprocal.
 
-    Nor may anything be copied from the host, which a graph's capture forbids: a number becomes a tensor by filling.
+    Copies from the host are not allowed during graph capture, so a number becomes a tensor by filling.
     """
     asked = []
 
@@ -156,7 +156,7 @@ def test_a_scalar_scale_divides_16_bit_tensors_without_intermediate_rounding():
 
 
 def test_the_cached_rotation_is_independent_of_inference_mode_and_default_dtype():
-    """It is kept for all: the first caller's inference mode and default dtype are none of the second's business."""
+    """The rotation is cached, so the first caller's inference mode and default dtype must not affect the next."""
     with torch.inference_mode():
         hadamard(88)
     x = normal(1, 1, 4, 88).requires_grad_()

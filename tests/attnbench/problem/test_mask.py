@@ -1,4 +1,4 @@
-"""Masks and specs: the arithmetic of who sees whom, against counting by hand."""
+"""Masks and specs: visible keys and their counts, compared with explicit counting."""
 
 import json
 import pickle
@@ -55,7 +55,7 @@ def test_specs_round_trip_through_json_and_have_distinct_names(problem):
 
 
 def test_a_pickled_spec_contains_only_its_fields():
-    """Its hash is kept, and strings hash otherwise in another process."""
+    """A spec caches its hash, and string hashes differ in another process."""
     spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=8, head_dim=8)
     assert hash(spec) == hash(spec.replace(batch=1)) != hash(spec.replace(batch=2))
     again = pickle.loads(pickle.dumps(spec))

@@ -1,4 +1,4 @@
-"""Mask tensors are recognised exactly: every mask there is, and nothing that differs from one in a single place."""
+"""Mask tensors are recognised exactly: every mask, and no tensor that differs from one in a single entry."""
 
 import pytest
 import torch

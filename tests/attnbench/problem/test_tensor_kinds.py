@@ -1,4 +1,4 @@
-"""What is no plain memory: answered like the numbers that it stands for, or refused in one sentence."""
+"""Tensors without plain memory: computed like equivalent plain tensors, or refused in one sentence."""
 
 from collections.abc import Callable
 
@@ -53,7 +53,7 @@ def test_unreadable_tensors_are_refused_even_after_a_cached_choice(name: str, pl
 
 
 class TensorSubclass(Tensor):
-    """A subclass that torch hands through all its functions."""
+    """A subclass that torch functions preserve."""
 
 
 def test_a_subclass_is_preserved_and_a_parameter_gives_a_tensor() -> None:

@@ -1,4 +1,4 @@
-"""Environments say what must match and what is good to know, refuse nonsense, and ask NVML, which may not tell."""
+"""Environments: fields that must match and informative ones, invalid fields, and queries of NVML that may fail."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def git(folder: Path, *command: str) -> str:
 
 
 def make_checkout(folder: Path, pyproject: str = '[project]\nname = "attnbench"\n') -> Path:
-    """A repository with a package in it; returns where that package's module environment would lie."""
+    """Creates a repository with a package; returns the path of its module ``environment``."""
     (folder / "attnbench" / "tables").mkdir(parents=True)
     (folder / "attnbench" / "tables" / "environment.py").write_text("pass\n")
     (folder / "pyproject.toml").write_text(pyproject)

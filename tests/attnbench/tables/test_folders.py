@@ -1,4 +1,4 @@
-"""Folders of tables from anyone: what is no table is named in one warning, the rest is used in a fixed order."""
+"""Folders of tables: invalid files are named in one warning, and the others are used in a fixed order."""
 
 import os
 import threading
@@ -34,7 +34,7 @@ def table(*times: float, environment: Environment = H100, spec: AttentionSpec = 
 
 @pytest.fixture
 def shipped(monkeypatch, tmp_path):
-    """This process believes to be on an H100; attnbench ships the tables that the test puts into the folder."""
+    """The folder of shipped tables, filled by the test, in a process that detects an H100."""
     monkeypatch.setattr(Environment, "detect", classmethod(lambda *_: H100))
     monkeypatch.setattr("attnbench.tables.shipped._FOLDER", tmp_path / "shipped")
     forget()
@@ -61,7 +61,7 @@ def tables_without_warnings() -> tuple[tuple[Path, Table], ...]:
 
 
 def warning_of_folders(*, of: int = 1) -> str:
-    """The one warning of reading the folders, and that reading them again in this process gives none."""
+    """The single warning of reading the folders; asserts that reading them again gives none."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert len(folder_tables()) == of

@@ -74,7 +74,7 @@ def test_only_the_device_part_of_a_call_is_scaled(host_ms, device_ms):
 
 
 def test_the_device_part_is_scaled_for_any_host_time_of_the_shortest_call():
-    """What the host took is no part of what a device needs to begin."""
+    """The host's time is not part of the device's launch time."""
 
     def shortest(host_ms: float) -> float:
         entries = [
@@ -88,7 +88,7 @@ def test_the_device_part_is_scaled_for_any_host_time_of_the_shortest_call():
 
 
 def test_each_pass_is_scaled_by_the_peak_rate_of_its_precision():
-    """To a GPU that is slower in 8 bits alone."""
+    """Scaled to a GPU that is slower only in FP8."""
     at, fast = spec(seqlen_q=65536, direction="training"), GPU_MODELS["NVIDIA H200"]
     slow = replace(fast, tflops={**fast.tflops, "fp8": fast.tflops["fp8"] / 4})
     took = {
@@ -194,7 +194,7 @@ def test_a_plan_beyond_the_peak_makes_a_table_impossible(shipped):
 
 
 def test_packed_and_padded_plans_are_impossible_only_below_the_fewest_operations_of_their_counts():
-    """A packed spec rounds its counts up, and a padded one does not say how full its rows were."""
+    """A packed spec rounds its counts up, and a padded one does not contain the lengths of its rows."""
     kind = LengthsKind(batch="packed", square=True, total_q=65536, total_kv=65536)
 
     def verdict(asked: AttentionSpec, time_ms: float) -> str | None:

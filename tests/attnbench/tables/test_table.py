@@ -1,4 +1,4 @@
-"""Tables: read back what was written, few digits that never flatter, and never believe a file."""
+"""Tables: they read back as written, round conservatively, and validate every file."""
 
 import json
 import math

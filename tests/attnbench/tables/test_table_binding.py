@@ -1,4 +1,4 @@
-"""Which entries of a table may be used elsewhere: another device none, another release of a backend not its own."""
+"""Entries of a table that are valid elsewhere: none on another device, and none of another backend release."""
 
 from dataclasses import replace
 

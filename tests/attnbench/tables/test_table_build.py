@@ -101,7 +101,7 @@ def test_the_command_accepts_folders_and_files_and_names_its_output(tmp_path, ca
 
 
 def test_the_shipped_tables_come_from_the_committed_rows(tmp_path):
-    """By the commands in docs/tables.md, byte by byte."""
+    """With the commands in docs/tables.md, byte for byte."""
     assert sorted(Path(file).name for _, _, file in COMMANDS) == [path.name for path in SHIPPED]
     for command, results, file in COMMANDS:
         rebuilt = tmp_path / Path(file).name

@@ -1,6 +1,6 @@
-"""Many files that are no table, or no honest one: each is a miss with one warning, or chosen by as promised.
+"""Corrupted table files: each is ignored with one warning, or gives a valid choice.
 
-Every file goes the way that a user's own goes: from the cache folder through the loader into a choice.
+Every file is used like a user's own table: read from the cache folder, loaded and used for a choice.
 """
 
 import json
@@ -59,7 +59,7 @@ def truncate(whole: bytes, chance: random.Random) -> bytes:
 
 
 def replace_digit(whole: bytes, chance: random.Random) -> bytes:
-    """One digit made another, so that most are still tables."""
+    """Replaces one digit, so that most files are still tables."""
     places = [place for place, byte in enumerate(whole) if 48 <= byte <= 57]
     place = chance.choice(places)
     return whole[:place] + chance.choice([b"0", b"9", b"-", b".", b"e", b"99"]) + whole[place + 1 :]
@@ -82,7 +82,7 @@ MUTATIONS = [restructure_json] * 4 + [
 
 
 def check_outcome(path: Path) -> str:
-    """What came of the file that lies there: ``missed`` with one warning, or ``used`` without one."""
+    """``missed`` if the file was ignored with one warning, or ``used`` without a warning."""
     forget()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -98,7 +98,7 @@ def check_outcome(path: Path) -> str:
 
 
 def assert_choice_is_valid(asked: AttentionSpec, fp8: bool, shown: bool) -> None:
-    """Whatever the table says: a choice that keeps to the rules, or that nothing is accurate enough."""
+    """Asserts for any table that a choice obeys the rules, or that no plan is accurate enough."""
     try:
         choice = choose(asked, CPU, fp8=fp8, known=KNOWN)
     except NoPlanError:

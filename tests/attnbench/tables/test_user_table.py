@@ -1,4 +1,4 @@
-"""The user's own table: several writers, killed writers, full disks, and what of it may be used here."""
+"""The user's own table: several writers, killed writers, full disks, and which entries are usable here."""
 
 import json
 import multiprocessing
@@ -42,7 +42,7 @@ def table(*entries: Entry, environment: Environment | None = None) -> Table:
 
 
 def changed_environment(**changes) -> Environment:
-    """This environment with other facts."""
+    """The detected environment with changed fields."""
     return Environment.from_dict({**detected_environment().to_dict(), **changes})
 
 
@@ -140,7 +140,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def on_an_h200(monkeypatch, tmp_path):
-    """This process believes to be on an H200 for which attnbench ships the table that the test saves."""
+    """The path of a shipped table for the H200 that this process detects."""
     monkeypatch.setattr(Environment, "detect", classmethod(lambda *_: H200))
     monkeypatch.setattr("attnbench.tables.shipped._FOLDER", tmp_path)
     return tmp_path / "nvidia-h200.json"

@@ -1,4 +1,4 @@
-"""check_backend: honest backends pass, a planted fault is named by its check, specs are rehearsed where it pays."""
+"""check_backend: correct backends pass, each fault is reported by its check, and compiling specs are rehearsed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from attnbench.testing.conformance.subject import Subject
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Tensors this small gain nothing from threads, which on a busy machine wait for one another."""
+    """Small tensors do not benefit from threads, which wait for one another on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -143,7 +143,7 @@ def test_a_kernel_without_declared_error_growth_is_not_checked_with_many_keys() 
 
 
 def test_a_backward_may_serve_fewer_specs_than_its_forward() -> None:
-    """What the forward serves alone, as FP8 tensors are, never asks for the backward."""
+    """Specs that only the forward serves, such as FP8 tensors, do not run the backward."""
 
     class Narrow(Backward):
         rows: Mapping[str, Capabilities] = {"cpu": replace(ROW, head_dims=(8, 16, 8))}
@@ -156,7 +156,7 @@ def test_a_backward_may_serve_fewer_specs_than_its_forward() -> None:
 def test_a_kernel_that_loses_the_gpu_is_reported_with_its_spec_and_ends_the_run(
     after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where it happens while a spec that fails is made smaller: the 26th run, after 22 that are not judged."""
+    """Also during the reduction of a failing spec: the 26th run, after 22 runs that are not checked."""
     ran: list[AttentionSpec] = []
 
     class LosesGpu(Forward):

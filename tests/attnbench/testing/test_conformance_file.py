@@ -1,4 +1,4 @@
-"""What a report of the conformance suite says of a table's kernels, read back from its file."""
+"""Reports of the conformance suite, read from files and checked against a table's kernels."""
 
 from dataclasses import replace
 from pathlib import Path

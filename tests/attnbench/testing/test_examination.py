@@ -1,4 +1,4 @@
-"""The harness finds every planted fault by name; that it needs each of its checks is held beside the verdict."""
+"""The harness finds and names every planted fault; test_verdict.py holds that each of its checks is needed."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ ALIVE = [fault for fault in FAULTS if fault.status not in ("crashed", "timeout")
 
 @pytest.fixture(scope="module")
 def examination():
-    """Each fault's row, of kernels that run in this process."""
+    """The row of each fault, with kernels that run in this process."""
     with pytest.MonkeyPatch.context() as patch:
         LocalWorkers(patch)
         patch.setattr(examining, "FAULTS", ALIVE)

@@ -1,4 +1,4 @@
-"""Another process at work on a device: there while it is asked for, gone with whoever asked, or said why it is not."""
+"""The neighbour process on a device: it runs during the block, ends with its parent, or a reason is given."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="asks /p
 
 
 def fields_of(process: int | str) -> list[str] | None:
-    """Those of /proc/[pid]/stat behind the name: state, parent, ...; None where it has ended."""
+    """The fields of /proc/[pid]/stat after the name: state, parent, ...; None if it has ended."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
@@ -52,7 +52,7 @@ def fields_of(process: int | str) -> list[str] | None:
 
 
 def seconds_of(process: int) -> float:
-    """Of the processor that a process had."""
+    """The processor time of a process."""
     fields = fields_of(process)
     assert fields is not None
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -80,7 +80,7 @@ def test_the_neighbour_works_until_the_end_and_imports_nothing_from_the_working_
 
 @linux
 def test_the_neighbour_ends_when_its_parent_is_killed() -> None:
-    """Killed, so that nothing of its own could have told the neighbour."""
+    """The parent is killed, so that it cannot stop the neighbour."""
     with subprocess.Popen([sys.executable, "-c", ASKING], stdout=subprocess.PIPE, text=True) as asking:
         assert asking.stdout is not None
         process = int(asking.stdout.readline())
@@ -93,7 +93,7 @@ def test_the_neighbour_ends_when_its_parent_is_killed() -> None:
 def check_beside_neighbour(
     forward: Forward, monkeypatch: pytest.MonkeyPatch, direction: str = "forward"
 ) -> tuple[str | None, str]:
-    """What the conformance check that has a neighbour finds of a kernel, and what it notes."""
+    """The result and the note of the conformance check with a neighbour."""
     monkeypatch.setattr(conduct, "_SHARING_SECONDS", 0.2)
     backend = Backend("mine", "a test's", lambda: Availability(version="1"), (forward, Backward()))
     plan = Plan(forward.name, Backward.name if direction == "training" else None)
@@ -111,7 +111,7 @@ def test_a_kernel_unaffected_by_a_neighbour_passes(direction: str, monkeypatch: 
 
 
 def test_a_kernel_that_is_wrong_beside_a_neighbour_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One call of many, so that each is looked at."""
+    """One wrong call of many is found only if each is checked."""
 
     class WrongBesideNeighbour(Forward):
         calls = 0

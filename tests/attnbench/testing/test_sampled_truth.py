@@ -1,4 +1,4 @@
-"""Exact attention of a few rows: what the whole of it says of the same rows."""
+"""Exact attention of a few rows equals the same rows of the full result."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""One line of an exception holds the cause, wherever compilers and frameworks have wrapped it."""
+"""The one-line summary of an exception contains the cause, even if compilers and frameworks wrapped it."""
 
 import subprocess
 
@@ -21,7 +21,7 @@ collect2: error: ld returned 1 exit status
 
 
 class CompilerError(RuntimeError):
-    """As torch's: the cause is an attribute, and the message repeats it behind a first line that says nothing."""
+    """Like torch's: the cause is an attribute, and the message repeats it after an uninformative first line."""
 
     def __init__(self, inner):
         super().__init__(f"backend='inductor' raised:\n{type(inner).__name__}: {inner}")
@@ -29,7 +29,7 @@ class CompilerError(RuntimeError):
 
 
 def raise_and_catch(outer, inner=None):
-    """The exception as it arrives, with its traceback."""
+    """Raises and catches the exception, so that it has a traceback."""
     try:
         try:
             if inner is not None:

@@ -1,4 +1,4 @@
-"""What kernels declare is what was seen of them: on a GPU in the committed results, here by the conformance suite."""
+"""Declared errors agree with the committed results of a GPU and with the conformance suite on this machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST = 2.5  # times the largest error that was seen: other shapes, drivers and d
 
 @cache
 def largest_errors() -> MappingProxyType[Plan, tuple[float, AttentionSpec]]:
-    """Of each plan the largest error on normal inputs in the tables that ship, with the spec."""
+    """The largest error of each plan on normal inputs in the shipped tables, with its spec."""
     found: dict[Plan, list[tuple[float, str, AttentionSpec]]] = defaultdict(list)
     for table in map(Table.load, shipped_tables()):
         for entry in table.entries.values():
@@ -43,7 +43,7 @@ def test_declared_errors_cover_the_committed_results_closely(plan):
 
 @cache
 def errors_by_length() -> MappingProxyType[str, dict[tuple[str, ...], dict[int, float]]]:
-    """Of each plan the committed errors of each tensor over the number of tokens, where FP8 alone is no harder then."""
+    """The committed errors of each plan and tensor by number of tokens, for families whose difficulty is constant."""
     found: dict[str, dict[tuple[str, ...], dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     with gzip.open(RESULTS / "nvidia-h200/growth/errors.jsonl.gz", "rt", encoding="utf-8") as lines:
         next(lines)  # the conditions
@@ -64,7 +64,7 @@ def test_declared_error_growth_covers_the_committed_results(name):
     growth, declared = registry().error_growth(plan), registry().declared_error(plan, spec, GPU)
 
     def errors_beyond_growth(growth: float) -> list[tuple[str, ...]]:
-        """Errors larger than this growth from the fewest tokens allows, and than half of the declared error."""
+        """Errors above the growth from the fewest tokens (at least from half of the declared error)."""
         found = []
         for what, errors in errors_by_length()[name].items():
             fewest = min(errors)

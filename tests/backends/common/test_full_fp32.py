@@ -1,4 +1,4 @@
-"""FP32 products in FP32, whatever the program allows for them."""
+"""FP32 products are computed in FP32 with any torch precision setting."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ MATMUL = torch.backends.cuda.matmul
 
 @pytest.fixture(params=["none", "ieee", "tf32"])
 def program_setting(request: pytest.FixtureRequest) -> Iterator[str]:
-    """What the program has set."""
+    """The precision that the program has set."""
     default = MATMUL.fp32_precision
     MATMUL.fp32_precision = request.param
     yield request.param

@@ -1,4 +1,4 @@
-"""What kernels can read where it lies is not copied; what they cannot is, with the same numbers."""
+"""Layouts that kernels can read are not copied; others are copied with the same values."""
 
 from __future__ import annotations
 

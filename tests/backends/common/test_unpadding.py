@@ -1,4 +1,4 @@
-"""Packed and padded batches, against stand-ins of FlashAttention: each row as if alone, nothing beside it."""
+"""Packed and padded batches, against stand-ins of FlashAttention: each row as if computed alone, without writes to the padding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What both backends that call cuDNN's attention answer and refuse alike, each on a stand-in of its library."""
+"""Results and refusals that both backends on cuDNN's attention share, with stand-ins of their libraries."""
 
 from __future__ import annotations
 

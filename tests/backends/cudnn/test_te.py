@@ -48,7 +48,7 @@ def step(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> 
 
 
 def test_results_are_accurate_after_inputs_of_any_earlier_scale() -> None:
-    """Delayed scaling as modules have it saturates here: one history serves every caller of a spec."""
+    """Plain delayed scaling would saturate here, because all callers of a spec share one history."""
     spec = training(head_dim=128, seqlen_q=96, mask=CAUSAL)
     q, k, v, grad = tensors_of(Problem(spec, "bhsd", False, 5))
     alike = v[:, :, :1].expand_as(v), grad[:, :, :1].expand_as(grad)

@@ -1,4 +1,4 @@
-"""The emulated FP8 kernels against naive FP64 attention on the very tensors that they computed with."""
+"""The emulated FP8 kernels against naive FP64 attention on their own operands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the emulated kernels are called and list, and what of theirs is refused."""
+"""Names, lists and refusals of the emulated kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``fa2``: both passes through an interface of flash-attn 2.8's signatures.  The library itself never ran here."""
+"""``fa2``: both passes through an interface of flash-attn 2.8's signatures.  The library itself was never run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``fa3`` and vLLM's: what they compute through operators of each origin's schema, and where these come from."""
+"""``fa3`` and vLLM's: results through operators with each origin's schema, and the choice of the origin."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_the_first_installed_origin_is_used_unless_another_is_named(monkeypatch:
 
 
 def install_wheel(folder: Path, name: str, module: str, source: str) -> None:
-    """What pip leaves of a wheel that holds one module."""
+    """Installs the files of a wheel with one module."""
     (folder / f"{module}.py").write_text(source)
     facts = folder / f"{name.replace('-', '_')}-3.1.dist-info"
     facts.mkdir()

@@ -1,4 +1,4 @@
-"""FlashAttention's whole calls without gradients, against stand-ins: what their two parts compute."""
+"""FlashAttention's whole calls without gradients, against stand-ins: the same results as prepare and run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled FlexAttention: what it computes on the CPU, its blocks, its compilations, and what it refuses."""
+"""Compiled FlexAttention: results on the CPU, block masks, compilations and refusals."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def spec_of(seqlen_q: int, seqlen_kv: int, mask: Mask, **more: object) -> Attent
 
 
 def run_flex(spec: AttentionSpec, strided: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """What flex makes of normal tensors, and the truth."""
+    """Flex's output for normal tensors, and the FP64 reference."""
     q, k, v, _ = Problem(spec, "bhsd", strided, 0).tensors()
     forward = FORWARDS[f"flex:{spec.dtype}"]
     assert forward.refusals(spec, CPU) == []

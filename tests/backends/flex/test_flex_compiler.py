@@ -1,4 +1,4 @@
-"""What FlexAttention's compiler lacks on a machine: a refusal that says what to install or to set."""
+"""Machines on which FlexAttention cannot compile: a refusal says what to install or to set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interpreter that these tests run in gives the bits and the errors of Triton's own."""
+"""The faster interpreter of these tests gives the same bits and errors as Triton's own."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from attnbench.backends.triton.forward.tiles import Tile
 
 @pytest.fixture
 def tritons_interpreter() -> Iterator[pytest.MonkeyPatch]:
-    """Triton's own interpreter, until what this yields is undone."""
+    """Restores Triton's own interpreter until the yielded patch is undone."""
     with pytest.MonkeyPatch.context() as patch:
         for owner, name, _ in quicker_parts():
             quicker = getattr(owner, name)  # without a ``__wrapped__`` the tests of this folder would run in Triton's

@@ -1,4 +1,4 @@
-"""The FP8 backward under Triton's interpreter: against dense FP64 on the very operands, and what it refuses."""
+"""The FP8 backward under Triton's interpreter: compared with dense FP64 on its operands, and refusals."""
 
 from __future__ import annotations
 

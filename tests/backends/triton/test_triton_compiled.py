@@ -1,4 +1,4 @@
-"""Launches compiled for Hopper: what Triton's interpreter and the emulator take the compilers may refuse."""
+"""Launches compiled for Hopper: compilers may reject code that the interpreter and the emulator accept."""
 
 from __future__ import annotations
 

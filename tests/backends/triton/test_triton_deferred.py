@@ -1,4 +1,4 @@
-"""Operands that are made when they are read: trained through, and what of them stays until the backward."""
+"""Operands that are created when read: training with them, and what is kept until the backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launches by Triton's C function itself: the arguments that Triton's own launcher gives it, or none at all."""
+"""Direct launches by Triton's C function: the same arguments as Triton's launcher, or no direct launch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def memory(count: int = 1) -> list[torch.Tensor]:
 
 
 def addresses(x: Any) -> Any:
-    """What stands for tensors and descriptors in ``again``."""
+    """The arguments of tensors and descriptors in ``again``."""
     if isinstance(x, tuple):
         return tuple(map(addresses, x))
     return x.data_ptr() if hasattr(x, "data_ptr") else x.base.data_ptr() if hasattr(x, "base") else x
@@ -65,7 +65,7 @@ class Compiled(CompiledKernel):
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver that encodes descriptors as what it was given."""
+    """A driver that encodes descriptors as their arguments."""
 
     def encode(address: int, *how: Any) -> Any:
         return ("map", address, *(tuple(x) if isinstance(x, list) else x for x in how))

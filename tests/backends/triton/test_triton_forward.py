@@ -59,7 +59,7 @@ def forward(name: str, tile: Tile | None = None) -> backend.TritonForward:
 
 
 def assert_agrees(operands: Operands, result: Result) -> None:
-    """With exact attention on the operands, up to the rounding of P: relative to attention on |V|, not a mere norm."""
+    """Asserts agreement with exact attention up to the rounding of P, by element relative to attention on |V|."""
     spec = operands.spec
     q, k, v = operands.tensors(torch.float64)
     out, lse = dense_attention(q, k, v, spec)
@@ -78,7 +78,7 @@ def tensors(spec: AttentionSpec) -> list[torch.Tensor]:
 
 
 def run_and_check(kernel: ForwardKernel, inputs: Sequence[Tensor | Quantised], spec: AttentionSpec) -> Result:
-    """What the kernel answers, which is exact attention on its operands."""
+    """Runs the kernel, asserts exact attention on its operands and returns the result."""
     operands = kernel.prepare(Inputs.of(inputs), spec)
     result = kernel.run(operands)
     assert_agrees(operands, result)

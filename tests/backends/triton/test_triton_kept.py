@@ -1,4 +1,4 @@
-"""What calls of the ``triton`` backend keep for those alike: never another call's answer, and looked up again."""
+"""Caches of the ``triton`` backend for equal calls: they are reused and never give another call's result."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ HEAD = Recipe("head")
 
 
 def forget() -> None:
-    """As in a new process."""
+    """Clears the caches, as in a new process."""
     for module in MODULES:
         for each in vars(module).values():
             if hasattr(each, "cache_clear"):
@@ -49,7 +49,7 @@ def forget() -> None:
 
 
 class RecordedLaunch(NamedTuple):
-    """A launch, and what it was called with."""
+    """A launch and its arguments."""
 
     launch: Launch
     first: tuple[Any, ...]
@@ -63,14 +63,14 @@ class RecordedLaunch(NamedTuple):
 
 @pytest.fixture
 def recorded_launches(monkeypatch: pytest.MonkeyPatch) -> list[RecordedLaunch]:
-    """Every launch from here on, none of which runs."""
+    """Records every launch without running it."""
     found: list[RecordedLaunch] = []
     monkeypatch.setattr(Launch, "__call__", lambda *said: found.append(RecordedLaunch(*said)))
     return found
 
 
 def program_of(argument: Any) -> Any:
-    """What of an argument a compiled kernel was compiled for, or a launch must hold for it."""
+    """The properties of an argument that a compiled kernel or a launch depends on."""
     if isinstance(argument, Tensor):
         return argument.dtype
     if isinstance(argument, tuple):
@@ -101,7 +101,7 @@ DESCALES: dict[str, Change] = {
 
 
 def layout_variants() -> list[tuple[str, Saved, Tensor]]:
-    """One question in many layouts; those that share a scale of one head with another are other questions."""
+    """One problem in many layouts; scales shared between heads make other problems."""
     spec, (q, k, v, grad) = make(70, 90, batch=2, heads=4, kv_heads=2, head_dim=64, mask=Mask(right=0))
     plain = saved(spec, q, k, v, (HEAD,) * 3)
     operands, out, lse = plain.operands, plain.out, plain.lse
@@ -127,7 +127,7 @@ def layout_variants() -> list[tuple[str, Saved, Tensor]]:
 
 
 def check(run: Callable[[Saved, Tensor], object], started: list[RecordedLaunch]) -> None:
-    """Each variant starts what it would as the first of a process, and no launch starts two kinds of memory."""
+    """Asserts that each variant starts the same launch as in a new process, and that no launch serves two layouts."""
     cases, wanted = layout_variants(), []
     for _, given, grad in cases:
         forget()

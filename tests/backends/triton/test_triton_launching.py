@@ -1,4 +1,4 @@
-"""Launches that go around Triton's look at every argument, and what they share: no call gets another's memory."""
+"""Launches that skip Triton's inspection of arguments, and their caches: no call gets another call's memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Make = Callable[[Tensor, list[int]], Any]
 
 
 class Kernel:
-    """Stands for a ``JITFunction``: its launches answer with what was compiled, which can be launched as well."""
+    """A stand-in for ``JITFunction``: launches return the compiled kernel, which can be launched too."""
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
@@ -81,7 +81,7 @@ def memory(aligned: bool = True) -> Tensor:
 
 
 def facts_of(made: Any) -> dict[str, Any]:
-    """All that a descriptor says, but for its memory."""
+    """All fields of a descriptor except its memory."""
     return {name: tuple(x) if isinstance(x, list) else x for name, x in vars(made).items() if name != "base"}
 
 
@@ -119,7 +119,7 @@ def test_descriptors_are_not_shared_between_threads() -> None:
 
 @dataclass
 class _Encoded:
-    """Of a Triton that works on the address when a descriptor is made."""
+    """The descriptor of a Triton version that encodes the address on creation."""
 
     base: Tensor
     begin: int = field(init=False)

@@ -1,4 +1,4 @@
-"""Packed and padded batches: every sequence is what it is alone, whatever lies beside it.
+"""Packed and padded batches: each sequence has the result that it has alone.
 
 In the plain kernels, under Triton's interpreter, and in those for Hopper, emulated.
 """

@@ -32,7 +32,7 @@ layouts = st.sampled_from(["bhsd", "bshd", "bhds", "sbhd", "gaps"])
 
 
 def expected(x, recipe, group=1):
-    """``attnbench.problem.fp8``'s answer, with the scale of a head shared by ``group`` of them."""
+    """The result of ``attnbench.problem.fp8``, with one scale for each ``group`` heads."""
     b, h, s, d = x.shape
     if recipe.granularity != "head":
         return quantise(x, recipe)
@@ -42,7 +42,7 @@ def expected(x, recipe, group=1):
 
 
 def assert_transposed_matches(result, length):
-    """The transposed copy holds what the rows hold, and zeros behind."""
+    """Asserts that the transposed copy equals the rows, with zeros after them."""
     assert result.transposed.is_contiguous()
     assert result.transposed.shape[3] == math.ceil(length / 128) * 128
     ordered = found = bits(result.transposed)

@@ -1,4 +1,4 @@
-"""Fused quantisation of zeros, of what is not finite, and of numbers at the ends of their formats."""
+"""Fused quantisation of zeros, nonfinite values and numbers at the limits of their formats."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The conformance suite on a GPU: installed backends pass, and what only a GPU shows is found by name."""
+"""The conformance suite on a GPU: installed backends pass, and faults that only a GPU shows are reported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check(kernel: ForwardKernel) -> Report:
 
 
 class FaultyForward(ForwardKernel):
-    """Has the operands of ``reference:fp32``, whose answer it spoils on a GPU."""
+    """``reference:fp32`` with a fault on a GPU."""
 
     declared_error = 0.004
     rows = {"cuda": Capabilities(dtypes=("bf16",))}  # noqa: RUF012
@@ -51,7 +51,7 @@ class OwnStream(FaultyForward):
 
 
 class StaleGraph(FaultyForward):
-    """Records a graph of the tensors of the call before, which a replay then reads for ever."""
+    """Captures a graph with the tensors of an earlier call, which every replay then reads."""
 
     name = "frozen:fp32"
     before: Operands | None = None
@@ -65,7 +65,7 @@ class StaleGraph(FaultyForward):
 
 
 class GivesUpWaiting(FaultyForward):
-    """Waits half as long again as it takes alone, and then leaves its output as it is."""
+    """Stops waiting after 1.5 times its time alone, and then returns an unfinished output."""
 
     name = "hasty:fp32"
     usual: float | None = None

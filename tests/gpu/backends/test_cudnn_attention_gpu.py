@@ -1,4 +1,4 @@
-"""cuDNN's attention by both backends that call it: dense FP64, and refusals of what fails or is wrong."""
+"""cuDNN's attention by both backends that call it: dense FP64, and refusals of specs that fail or are wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every kernel that serves this GPU is what the profiler sees when it is called."""
+"""The profiler lists every kernel that serves this GPU when it is called."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Refusals of several backends, lifted on a Hopper GPU: what is refused fails there, is wrong, or is another kernel.
+"""Refusals of several backends, lifted on a Hopper GPU: refused specs fail, are wrong or run another kernel.
 
 What one library alone refuses is lifted beside that library's other tests.
 """

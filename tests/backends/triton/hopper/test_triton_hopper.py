@@ -1,4 +1,4 @@
-"""The Hopper kernel of ``triton`` without a GPU: what it serves, who gets which registers, and that it compiles well.
+"""The Hopper kernel of ``triton`` without a GPU: the specs that it serves and its compiled code.
 
 What it computes is tested in test_triton_hopper_forward.py, emulated, and in tests/gpu.
 """

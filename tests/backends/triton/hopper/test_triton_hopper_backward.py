@@ -1,4 +1,4 @@
-"""The backward's Hopper kernels without a GPU: emulated against FP64, and what they serve.
+"""The backward's Hopper kernels without a GPU: emulated and compared with FP64, and the specs that they serve.
 
 The emulator runs the very functions that Gluon compiles; what it leaves out, layouts and the pipelines of matrix
 products, is asked of the compiler in test_triton_hopper_backward_compiled.py and of a GPU in tests/gpu.
@@ -44,7 +44,7 @@ _MODES = random.Random(0)
 
 @pytest.fixture(scope="module", autouse=True)
 def _on_cpu() -> Iterator[None]:
-    """Hopper is here, and its kernels are emulated; which were launched is in ``LAUNCHED``."""
+    """Emulates the Hopper kernels; ``LAUNCHED`` records which were launched."""
     with on_cpu(lambda: _MODES.random() < 0.5, lambda name, given: LAUNCHED.append(name)):
         yield
 
@@ -233,7 +233,7 @@ def test_blocks_of_128_agree_with_fp64() -> None:
 def test_uninitialised_memory_does_not_affect_the_gradients(
     how: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sums begin at zero and padding is zero, whoever had the memory."""
+    """Sums begin at zero and padding is zero, even in reused memory."""
     spec, (q, k, v, grad_out) = make(70, 90, head_dim=64, head_dim_v=40)
     given_, empty = saved(spec, q, k, v, (HEAD,) * 3), torch.empty
 

@@ -1,4 +1,4 @@
-"""What compilers make of the backward's Hopper kernels: asynchronous products, no spills, rings that go round."""
+"""The compiled code of the backward's Hopper kernels: asynchronous products, no spills, advancing rings."""
 
 from __future__ import annotations
 

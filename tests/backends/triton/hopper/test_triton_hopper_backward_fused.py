@@ -1,4 +1,4 @@
-"""What the fused Hopper kernel reads and writes where it lies, without a GPU: dO, K and dQ have no copies then."""
+"""The fused Hopper kernel on a CPU: dO, K and dQ that it reads and writes in place, without copies."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Ran = list[tuple[str, Prepared]]
 
 @pytest.fixture
 def kernels_run() -> Iterator[Ran]:
-    """The Hopper kernels that ran, and on what."""
+    """The Hopper kernels that ran, with their inputs."""
     found: Ran = []
     with on_cpu(lambda: _MODES.random() < 0.5, lambda *said: found.append(said)):
         yield found
@@ -57,14 +57,14 @@ def launched_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def problem(seqlen_q: int = 256, recipe: Recipe = HEAD, **more: Any) -> tuple[Saved, Tensor]:
-    """What a forward leaves and the output's gradient, whose size is another every 128 queries."""
+    """The tensors saved by a forward, and an output gradient whose magnitude changes every 128 queries."""
     spec, (q, k, v, grad) = make(seqlen_q, 150, **{"head_dim": 64, **more})
     grad = grad * 2.0 ** -(torch.arange(seqlen_q) // 128 * 3)[:, None]
     return saved(spec, q, k, v, (recipe, recipe, HEAD)), grad.to(torch.bfloat16)
 
 
 def check_fused(given: Saved, grad: Tensor, ran: Ran) -> Prepared:
-    """What the fused kernel ran on, its gradients being right and dO untouched."""
+    """Asserts correct gradients and an unchanged dO; returns the inputs of the fused kernel."""
     kept = grad.clone()
     ran.clear()
     check(KERNEL, given, grad, ALLOWED + sums_off(given.spec))

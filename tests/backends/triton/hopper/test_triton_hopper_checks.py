@@ -1,4 +1,4 @@
-"""What the tests on a GPU check the backward's Hopper kernels with, emulated or with kernels that hang on purpose."""
+"""The checks that GPU tests use for the backward's Hopper kernels, run emulated or with kernels that hang."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_checks_run_emulated_and_name_a_hanging_kernel(right: list[Job]) -> 
     ids=["off", "not the same"],
 )
 def test_each_kind_of_error_is_described(factors: list[float], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plain kernel stands in for the Hopper one, its answers spoilt by a factor each time."""
+    """The plain kernel replaces the Hopper one, with results scaled by a factor each time."""
     exact, left = hopper_backward.run, iter(factors)
 
     def scaled_run(given: Any, kind: Kind, tile: Tile, *more: Any) -> tuple[torch.Tensor, ...]:

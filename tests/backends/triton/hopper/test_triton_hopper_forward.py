@@ -1,4 +1,4 @@
-"""What the Hopper forward computes, emulated: against dense FP64 on what was quantised, whatever is asynchronous."""
+"""The emulated Hopper forward: compared with dense FP64 on its operands, for any asynchronous order."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def tensors(spec: AttentionSpec) -> list[torch.Tensor]:
 
 
 def assert_agrees(operands: Operands, result: Result, off: float = 0.04) -> None:
-    """Up to the rounding of P, with a log-sum-exp of the very scores."""
+    """Asserts agreement up to the rounding of P, and an exact log-sum-exp."""
     assert operands.native.tile.hopper
     out, lse = dense_attention(*operands.tensors(torch.float64), operands.spec)
     assert relative_l2(result.out, out) <= off
