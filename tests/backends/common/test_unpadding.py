@@ -1,4 +1,4 @@
-"""Packed and padded batches, against stand-ins of FlashAttention: each row as if computed alone, without writes to the padding."""
+"""Packed and padded batches, with stand-ins of FlashAttention: rows as if computed alone, no writes to padding."""
 
 from __future__ import annotations
 
