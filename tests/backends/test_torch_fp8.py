@@ -59,7 +59,7 @@ def test_the_kernel_agrees_with_exact_attention_on_its_quantised_operands(proble
 
 
 def test_no_attention_implementation_is_activated_in_torch() -> None:
-    """The operator behind scaled_dot_product_attention stays torch's own, whoever runs meanwhile."""
+    """The operator behind scaled_dot_product_attention stays torch's own, also during a run."""
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=9, head_dim=64)
     q, k, v = (torch.randn(1, 2, 9, 64, dtype=torch.bfloat16) for _ in range(3))
     operators = ("aten::_flash_attention_forward", "aten::_flash_attention_forward.quantized")

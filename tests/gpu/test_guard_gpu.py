@@ -176,7 +176,7 @@ def test_a_guard_works_with_compiled_cuda_graphs(grad):
 @pytest.mark.parametrize("keys", [2**16, 2**17])
 @pytest.mark.parametrize("plan", LONG)
 def test_a_short_accumulator_is_found_at_long_contexts(plan, keys):
-    """FP8 that is right on values around zero and wrong on biased ones, from 64k keys on; what promotes is right."""
+    """FP8 is accurate on values around zero and wrong on biased ones from 64k keys; promoted sums are accurate."""
     q, k, v = tensors(1024, keys, batch=1)
     skip_if_refused((q, k, v), plan)
     for shift in (0.0, 0.5):

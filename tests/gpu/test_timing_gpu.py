@@ -138,7 +138,7 @@ def test_a_replay_computes_the_call_on_the_current_values():
 
 @pytest.mark.usefixtures("device_stays_usable")
 def test_a_replay_keeps_its_graphs_inputs_alive():
-    """Nobody else holds the operands; whoever allocates next must not be given their memory."""
+    """Nothing else references the operands; later allocations must not reuse their memory."""
     inputs = whole(SIZE, SIZE), whole(SIZE, SIZE, seed=1)
     expected = product(*inputs)
 
@@ -214,14 +214,14 @@ except RecordingError:
 
 @pytest.mark.parametrize("call", ["asks_the_host", "waits_for_the_device", "fails_while_recorded"])
 def test_a_call_that_cannot_be_captured_is_reported_and_runs_uncaptured(call):
-    """In a process of its own, which torch leaves unfit for further recording."""
+    """Run in a separate process, because torch cannot capture graphs in it afterwards."""
     done = subprocess.run([sys.executable, "-c", RECORDING, call], capture_output=True, text=True, timeout=300)
     assert done.stdout == "refused\n", done.stderr
 
 
 @pytest.mark.usefixtures("device_stays_usable")
 def test_a_replay_with_a_different_result_is_refused():
-    """A kernel that decides on the host what to do: the graph would repeat one decision for ever."""
+    """The kernel branches on the host; a graph would always repeat one branch."""
     x, count = whole(SIZE, SIZE), []
 
     def alternating_call():
@@ -233,7 +233,7 @@ def test_a_replay_with_a_different_result_is_refused():
 
 @pytest.mark.usefixtures("device_stays_usable")
 def test_samples_of_a_replay_measure_the_device():
-    """A call whose host takes longer than its device: the replay leaves the host's part out."""
+    """A host-bound call: the replay excludes the host's time."""
     x = normal(64, 64)
 
     def slow_to_start():

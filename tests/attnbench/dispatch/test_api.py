@@ -82,7 +82,7 @@ def test_a_second_derivative_is_an_error_and_not_treated_as_constant(backend, as
         return out, *torch.autograd.grad(out.sum(), weight, create_graph=True)
 
     out, gradient = first()
-    torch.autograd.grad(out.sum() + gradient.item(), weight)  # who differentiates the output alone is served
+    torch.autograd.grad(out.sum() + gradient.item(), weight)  # differentiating only the output works
     out, gradient = first()
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(out.sum() + gradient.square(), weight)

@@ -121,7 +121,7 @@ DAMAGE = {
     "a backward too many": ('"sdpa-math:bf16"', '"sdpa-math:bf16>a:bf16"', "not a plan for the direction forward"),
     "a backward too few": ('"fa3:bf16>fa4:bf16"', '"fa3:bf16"', "not a plan for the direction training"),
     "another backend": ('"sdpa-math:bf16"', '"sdpa-flash:bf16"', "not of the backend sdpa-math"),
-    "FP8 that nobody opened": ('"sdpa-flash:fp16"', '"fa3:fp8"', "FP8, which the question does not open"),
+    "FP8 without opting in": ('"sdpa-flash:fp16"', '"fa3:fp8"', "FP8, which the question does not open"),
     "a budget of none": ('"max_error": 0.5', '"max_error": 0', "max_error: .*greater than 0"),
     "what steers a terminal": ('"mask": {"right": 0}', r'"mask": {"\u001b[2J": 0}', "unexpected keyword"),
     "another spelling of one question": ('"seqlen_q": 7', '"seqlen_q": 7, "kv_heads": 4', None),

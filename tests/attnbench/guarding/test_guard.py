@@ -152,7 +152,7 @@ def test_demotion_changes_the_choice_and_explain_says_why(planted_kernels):
     assert candidate.reasons[0] in choice.to_text().replace("\n", " ") or "demoted" in choice.to_text()
     assert str(explain(*x, return_lse=True).plan) != NAME
     assert str(explain(*tensors(sq=7)).plan) == NAME  # of another spec nothing was found
-    assert str(explain(*x, backend=NAME).plan) == NAME  # who names it has it
+    assert str(explain(*x, backend=NAME).plan) == NAME  # a named plan is used even if demoted
     with pytest.raises(BudgetError, match="demoted"):
         explain(*x, backend=NAME, max_error=0.5)
     demotions.forget()

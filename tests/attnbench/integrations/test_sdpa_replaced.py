@@ -16,7 +16,7 @@ from attnbench import use_backend
 from attnbench.errors import AttnbenchWarning, InputError, NoPlanError, RefusedError, UnknownBackendError
 from attnbench.integrations.sdpa import replaced
 
-FP8 = {"backend": "emulated", "dtype": "fp8"}  # differs from torch by more than rounding, which shows who answered
+FP8 = {"backend": "emulated", "dtype": "fp8"}  # differs from torch by more than rounding, which shows that it ran
 
 
 def tensor(*shape, seed=0, **options):

@@ -287,7 +287,7 @@ def test_the_mask_given_to_layers_equals_the_tensor_given_to_sdpa(
         mask = Mask(right=0) if causal and fresh > 1 else Mask()
     if mask.__class__ is not Mask and mask.sequences is not None:
         assert padded
-        assert torch.equal(mask.tensor(), tensor)  # for whoever takes it so
+        assert torch.equal(mask.tensor(), tensor)  # for layers that need a tensor
         rows = shown[:, None, kv_length - fresh :, None] if causal else torch.tensor(True)
         assert torch.equal(expected_mask(mask, batch, fresh, kv_length), tensor & rows)
         return

@@ -86,7 +86,7 @@ def test_fp8_agrees_with_exact_attention_on_its_quantised_operands(problem: Prob
 @given(problems(("bf16", "fp16")), st.booleans())
 @settings(max_examples=examples(20, 200), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_vllms_operator_agrees_with_exact_attention_on_its_inputs(problem: Problem, fp8: bool) -> None:
-    """Whose schema takes packed sequences alone."""
+    """Its schema accepts only packed sequences."""
     spec, name = problem.spec.replace(direction="forward"), "fp8" if fp8 else problem.spec.dtype
     kernel = next(each for each in fa3_vllm.BACKEND.kernels if each.name == f"fa3-vllm:{name}")
     assume(not kernel.refusals(spec, H200))

@@ -23,7 +23,7 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("mask", [Mask(), Mask(right=0, alignment="bottom-right")], ids=str)
 @pytest.mark.parametrize("kernel", [fa3.Fa3Forward("bf16"), fa4.Fa4Forward("bf16")], ids=lambda kernel: kernel.name)
 def test_whole_calls_equal_prepare_then_run(kernel: ForwardKernel, mask: Mask) -> None:
-    """There is none where tensors are padded or cut, or gradients wanted, or in FP8."""
+    """There is no whole call for padded or cut tensors, with gradients, or in FP8."""
     spec = SPEC.replace(mask=mask)
     q, k, v, _ = tensors_of(Problem(spec, "bhsd", False, 0))
     whole = kernel.whole(spec, "cuda")

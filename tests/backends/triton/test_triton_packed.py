@@ -231,7 +231,7 @@ def test_queries_without_keys_give_zeros_for_any_values_in_their_slot(head_dim_v
 
 @pytest.mark.usefixtures("hopper")
 def test_programs_restore_the_table_of_tiles() -> None:
-    """They draw its tiles, and the next launch draws them again."""
+    """Programs take tiles from the table, and the next launch takes them again."""
     batch = Documents(((130, 130), (3, 3)), Mask(right=0), **WIDE)
     (q, k, v, _), lengths, spec = batch.batched(batch.parts())
     forward = TritonForward("fp8-head", PERSISTENT)

@@ -185,7 +185,7 @@ def test_an_operand_without_rows_restores_the_token_order_when_read():
     x = laid_out((1, 2, 150, 16), "bhsd", torch.bfloat16)
     operand = quantised(x, recipe, rows=False, transposed=True, interleaved=True).operand(recipe)
     wanted = quantise(x, recipe)
-    assert "data" not in vars(operand), "nobody has read it"
+    assert "data" not in vars(operand), "it has not been read"
     other = replace(operand, descale=2 * operand.descale)
     assert torch.equal(bits(operand.data.contiguous()), bits(wanted.data))
     assert operand.data is operand.data
@@ -197,7 +197,7 @@ def test_an_operand_without_rows_restores_the_token_order_when_read():
     ("granularity", "sizes"), every_pair(SHARED, [(2, 200, 4), (70, 20, 300), (12, 20, 24), (3, 130, 1)])
 )
 def test_many_partial_magnitudes_are_reduced_correctly(monkeypatch, granularity, sizes):
-    """More of them than are read at once, and programs that have several tiles each."""
+    """More magnitudes than are read at once, and programs with several tiles each."""
     heads, length, most = sizes
     monkeypatch.setattr(quantise_layout, "_MOST_PARTIAL", most)
     quantise_layout.layout_of.cache_clear()
@@ -215,7 +215,7 @@ def test_many_partial_magnitudes_are_reduced_correctly(monkeypatch, granularity,
 @pytest.mark.parametrize("axis", [2, 3])
 @pytest.mark.parametrize(("granularity", "rotation"), [("token", "none"), ("head", "hadamard")])
 def test_strides_beyond_32_bits_are_supported(tmp_path, axis, granularity, rotation):
-    """A file with holes stands for a tensor of more than 2^31 elements, most of which nobody touches."""
+    """A sparse file is the memory of a tensor of more than 2^31 elements, most of which are not accessed."""
     strides = [1, 1, 1, 1]
     strides[axis] = 2**29 + 8
     strides[5 - axis] = 2

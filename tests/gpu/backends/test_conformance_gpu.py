@@ -84,7 +84,7 @@ class GivesUpWaiting(FaultyForward):
 
 @pytest.mark.parametrize("name", [name for name in registry().backends if name != "emulated"])
 def test_an_installed_backend_conforms(name: str, tmp_path: Path) -> None:
-    """In a process of its own: a graph that cannot be recorded, or a crash, leaves one unfit for the next backend."""
+    """Run in a separate process: a failed graph capture or a crash makes a process unusable for the next backend."""
     if reason := registry().availability(name).reason:
         pytest.skip(reason)
     command = [sys.executable, "-m", "attnbench", "check", name, "--device", "cuda", "-o", str(tmp_path / "report.md")]

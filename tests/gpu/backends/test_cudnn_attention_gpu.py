@@ -82,7 +82,7 @@ print(float((out.double() - exact).norm() / exact.norm()))
 
 @by_both
 def test_a_refused_v_wider_than_q_crashes_the_gpu_or_is_wrong(backend: str) -> None:
-    """In a process of its own, which an illegal memory access ends."""
+    """Run in a separate process, which an illegal memory access ends."""
     command = [sys.executable, "-c", WIDER_V, f"{backend}:fp8"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode != 0 or not float(done.stdout) < 0.16, done.stdout

@@ -39,7 +39,7 @@ def of_other_types() -> list[str]:
 
 @pytest.mark.parametrize("name", of_other_types())
 def test_a_kernel_refused_for_its_dtype_fails_or_equals_its_sibling(name: str) -> None:
-    """Given bf16 it fails, or it is bit for bit what its sibling of that name is."""
+    """With bf16 inputs it fails, or equals the bf16 kernel of the same name bit for bit."""
     kernel, sibling = available_kernel(name), registry().forward(f"{name.partition(':')[0]}:bf16")
     spec = BASE.replace(direction="forward")
     q, k, v, _ = Truth.of(spec, 0, DEVICE).inputs
@@ -72,7 +72,7 @@ def test_torchs_flash_attention_supports_these_dtypes_only_on_a_cpu(dtype: str) 
     ],
 )
 def test_refused_forwards_of_torch_fail_or_give_wrong_results(name: str, changes: dict[str, object]) -> None:
-    """A mask that the operator has no argument for comes out as the nearest that it has."""
+    """A mask that the operator cannot express is replaced by a similar one."""
     kernel, spec = available_kernel(name), BASE.replace(**changes)
     assert kernel.refusals(spec, describe(DEVICE))
     truth = Truth.of(spec, 1, DEVICE)
@@ -112,7 +112,7 @@ def test_refused_backwards_fail_or_give_wrong_results(name: str, changes: dict[s
 
 @pytest.mark.parametrize("name", ["cudnn:fp8", "te:fp8"])
 def test_incomplete_groups_make_only_the_last_queries_wrong(name: str) -> None:
-    """Why 16: the rows of dQ up to the last multiple of it are right, and those behind are not."""
+    """The rows of dQ up to the last multiple of 16 are correct, and those after it are not."""
     forward, backward = available_kernel(name), registry().backward(name)
     spec = BASE.replace(head_dim=128, head_dim_v=128, seqlen_q=1000)
     truth = Truth.of(spec, 1, DEVICE)
@@ -144,7 +144,7 @@ def test_a_forward_without_a_log_sum_exp_returns_none() -> None:
 
 
 def test_unfused_kernels_allocate_the_score_matrix_of_their_memory_limit() -> None:
-    """A score is held twice at least, before and after the softmax; where they do not fit torch raises."""
+    """Each score is stored at least twice, before and after the softmax; torch raises if they do not fit."""
     kernel = registry().forward("sdpa-math:bf16")
     spec = AttentionSpec.make(batch=1, heads=16, seqlen_q=16384, head_dim=128)
     assert "score matrix" in kernel.refusals(spec, describe(DEVICE))[0]

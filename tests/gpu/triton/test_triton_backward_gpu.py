@@ -87,7 +87,7 @@ def test_the_backward_is_deterministic_bit_for_bit(kernel: TritonBackward, mask:
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_other_tiles_agree_with_fp64(kernel: TritonBackward) -> None:
-    """Where this fails for one tile alone, it is the compiler's pipeline that reads too early."""
+    """If this fails for a single tile, the compiler's pipeline reads too early."""
     spec = AttentionSpec.make(batch=1, heads=4, seqlen_q=1000, head_dim=128, mask=Mask(right=0), direction="training")
     saved, grad = prepared_problem(spec)
     truth = dense.dense_gradients(*saved.operands.tensors(torch.float64), grad, spec)

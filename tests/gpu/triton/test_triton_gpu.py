@@ -90,7 +90,7 @@ def test_every_kind_of_tile_agrees_with_fp64(name: str, tile: Tile) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("mask", [Mask(), Mask(right=0)], ids=str)
 def test_forwards_with_16_bit_scores_agree_with_fp64(head_dim: int, mask: Mask) -> None:
-    """After the same tile has run on e4m3: what was compiled for one type must not run on the other."""
+    """After the same tile has run on e4m3: a kernel compiled for one dtype must not run on another."""
     spec = AttentionSpec.make(batch=1, heads=4, kv_heads=2, seqlen_q=2048, head_dim=head_dim, mask=mask)
     q, k, v, _ = Truth.of(spec, 1, DEVICE).inputs
     kernels = [backend.TritonForward("fp8-head", WIDE_SCORES[head_dim]), backend.TritonWideScores()]
@@ -158,7 +158,7 @@ def test_one_pass_agrees_with_fp64_on_its_operands_and_is_deterministic(spec: At
 @pytest.mark.parametrize("name", ["fp8-head", "fp8-onepass"])
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_consecutive_runs_are_equal_for_any_previous_memory_contents(head_dim: int, name: str) -> None:
-    """Nobody waits for the one before, inputs change their sign, and NaN lies where operands and outputs will be."""
+    """Runs are not synchronised, inputs change sign, and the memory of operands and outputs holds NaN before."""
     torch.manual_seed(0)
     spec = AttentionSpec.make(batch=1, heads=8, seqlen_q=16384, head_dim=head_dim, mask=Mask(right=0))
     kernel = backend.TritonOnePass() if name == "fp8-onepass" else backend.TritonForward(name)

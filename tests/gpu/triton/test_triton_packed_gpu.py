@@ -56,7 +56,7 @@ def test_nonfinite_values_stay_in_their_sequence() -> None:
 
 
 def test_packed_calls_do_not_synchronise_and_a_graph_replays_other_lengths() -> None:
-    """A replay computes its tables of the lengths that are there then."""
+    """A replay computes its tables from the current lengths."""
     cu = torch.tensor([0, 500, 1024], dtype=torch.int32, device=DEVICE)
     q, k, v = (torch.randn(1024, heads, 128, device=DEVICE, dtype=torch.bfloat16) for heads in (8, 2, 2))
 

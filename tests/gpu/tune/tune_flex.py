@@ -2,11 +2,11 @@
 
     python tests/gpu/tune/tune_flex.py [--seconds 230] [--processes 14]
 
-Here and not in the package: it is for whoever commits the table, on a machine that nobody else computes on, and
-what it prints is reviewed.  Every candidate is compiled once, in one of many processes that keep it; then the
+It is not in the package, because it is only for committing the table: run it on an idle machine and review its
+output.  Every candidate is compiled once, in one of many processes that keep it; then the
 processes are asked for samples one at a time, the candidates of a cell in turns (ABBA), so that clocks and heat are
-the same for all.  All candidates run at the shorter length, the fastest of them at the longer one.  An answer that
-is not SDPA's, within the kernel's declared error, is no candidate.
+the same for all.  All candidates run at the shorter length, the fastest of them at the longer one.  A
+candidate must agree with SDPA within the kernel's declared error.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ class Process:
 
 @dataclass
 class Tuning:
-    """The measurements, and who keeps which candidate."""
+    """The measurements, and the process of each candidate."""
 
     processes: Sequence[Process]
     ends: float

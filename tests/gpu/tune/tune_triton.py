@@ -2,9 +2,9 @@
 
     python tests/gpu/tune/tune_triton.py [--seconds 200] [--processes 14]
 
-Here and not in the package: it is for whoever commits the table, on a machine that nobody else computes on, and
-what it prints is reviewed.  Many processes compile the candidates into Triton's cache on the disk and run each once:
-one that fails, hangs or is not SDPA's answer within the declared error is none.  Then this process alone
+It is not in the package, because it is only for committing the table: run it on an idle machine and review its
+output.  Many processes compile the candidates into Triton's cache on the disk and run each once:
+one that fails, hangs or does not agree with SDPA within the declared error is excluded.  Then this process alone
 times those that are left, the candidates of a cell in turns (ABBA), so that clocks and heat are the same for all: all
 at the middle length, the fastest at every length.
 """

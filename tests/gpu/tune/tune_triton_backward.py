@@ -2,13 +2,13 @@
 
     python tests/gpu/tune/tune_triton_backward.py [--seconds 280] [--precision fp8,fp8-all] [--head-dims 128,64]
 
-For whoever commits the table, on a machine that nobody else computes on.  Many processes compile the candidates, tiles
+It is only for committing the table: run it on an idle machine.  Many processes compile the candidates, tiles
 of the plain kernels and rings of the Hopper ones, into Triton's cache on the disk, and launch nothing.  Then a process
 times the kernels of each cell, dK with dV, dQ, and the one for all three, each by itself, the candidates in turns
 (ABBA), so that clocks and heat are the same for all.  All candidates run at the shorter length, the fastest tiles and
-the fastest rings at the longer one.  A candidate whose gradients are not those of the first, a plain tile, within what
-rounding explains, is none; nor is one that is silent for 20 seconds or takes its process along, after which another
-process goes on without it.
+the fastest rings at the longer one.  A candidate is excluded if its gradients differ from those of the first, a plain
+tile, by more than rounding, or if it is silent for 20 seconds or ends its process; another process then continues
+without it.
 """
 
 from __future__ import annotations

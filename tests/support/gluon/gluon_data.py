@@ -1,6 +1,6 @@
 """The data types of Gluon's kernels on a CPU: blocks, pointers, descriptors and shared memory, as torch tensors.
 
-Shared memory that nobody wrote is no number, and what a partition writes to it nobody sees before its fence.
+Unwritten shared memory is NaN, and a partition's writes to it are visible only after its fence.
 """
 
 from __future__ import annotations

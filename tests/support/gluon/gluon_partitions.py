@@ -50,7 +50,7 @@ class Barrier:
             assert self.pending >= 0, "more arrive than the barrier was made for"
             if self.pending == 0 and self.bytes == 0:
                 self.phase, self.pending = self.phase + 1, self.count
-                self.program.waiting = 0  # those who wait look again
+                self.program.waiting = 0  # waiting partitions check again
                 self.program.changed.notify_all()
 
     def wait(self, parity: int) -> None:
@@ -120,7 +120,7 @@ def copy(source: Descriptor, place: Sequence[Any], barrier: Barrier, target: Sha
         barrier.update(copied=source.block_type.nbytes)
 
     task = partial(write, [int(x) for x in place])
-    if barrier.program.late:  # so that nobody sees it who does not wait
+    if barrier.program.late:  # so that partitions that do not wait read old data
         with barrier.program.changed:
             barrier.copies.append(task)
             barrier.program.waiting = 0

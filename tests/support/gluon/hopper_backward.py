@@ -1,7 +1,7 @@
 """Cases for the FP8 backward's Hopper kernels, and checks of a kernel on one of them.
 
-The answer is held against the same kernel in plain Triton and against dense FP64 on the operands.  On a machine
-without a GPU the Hopper kernels are emulated and the plain ones interpreted, which takes the small cases alone.
+The result is compared with the same kernel in plain Triton and with dense FP64 on the operands.  On a machine
+without a GPU the Hopper kernels are emulated and the plain ones interpreted, with the small cases only.
 """
 
 from __future__ import annotations

@@ -249,7 +249,7 @@ def test_uninitialised_memory_does_not_affect_the_gradients(
 
 @needs_interpreter
 def test_a_deadlock_between_partitions_is_detected() -> None:
-    """Three blocks of keys are in use at a time, which two stages do not hold."""
+    """Three blocks of keys are in use at a time, more than two stages hold."""
     spec, (q, k, v, grad_out) = make(70, 400, head_dim=64)
     with pytest.raises(DeadlockError):
         kernel(queries=Ring(64, 2)).run(saved(spec, q, k, v, (HEAD,) * 3), grad_out)
@@ -279,7 +279,7 @@ def test_the_plain_kernels_serve_what_the_hopper_kernels_do_not(
 
 
 def test_every_committed_ring_has_enough_stages_for_its_blocks() -> None:
-    """With fewer its partitions wait for each other."""
+    """With fewer stages its partitions deadlock."""
     for key, tiles in TILES.items():
         for tile, stages in ((tiles.keys, 2), (tiles.queries, 3)):
             if tile.hopper is not None:
