@@ -136,7 +136,7 @@ def relative(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
 
 
 def measure(ends: float, jobs: list[Job], say: Callable[[Any], None]) -> None:
-    """Says of each job its ``Times``, or what is ``Wrong``, a cell at a time; the process that may be lost."""
+    """Sends ``Times`` or an ``InvalidCandidate`` for each job, cell by cell; runs in the process that may be lost."""
     timer = replace(Timer.for_device(torch.device("cuda")), visit=0.02)
     for _, group in itertools.groupby(jobs, key=lambda job: job[:2]):
         if time.monotonic() > ends:
