@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 from compared import WIDE, results, row, slowed, times
-from flat import changed
+from row_facts import with_facts
 
 from attnbench.harness.compare.noise import Observed, most_run, noise_of
 from attnbench.harness.compare.regression import compare_results
@@ -53,7 +53,7 @@ def test_no_deviation_is_taken_to_be_larger_than_was_ever_measured():
 def test_a_graph_on_one_side_alone_makes_no_other_time_less_certain():
     base = results(*(row(f"case {number}", seed=number) for number in range(ROWS)))
     others = ["kernel", "prepared"]
-    new = [changed(slowed(each, 0.5, others), replayed=others) for each in base.values()]
+    new = [with_facts(slowed(each, 0.5, others), replayed=others) for each in base.values()]
     found = compare_results(base, results(slowed(new[0], 1.15), *new[1:]), WIDE)
     assert [each.costs["call"].verdict for each in found.outcomes] == ["slower"] + ["same"] * (ROWS - 1)
     assert {each.costs[cost].verdict for each in found.outcomes for cost in others} == {"uncertain"}

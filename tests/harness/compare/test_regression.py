@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from compared import HERE, WIDE, passed_over, results, row, slowed, times
-from flat import changed
 from hypothesis import given
 from hypothesis import strategies as st
+from row_facts import with_facts
 
 from attnbench.errors import MisuseError
 from attnbench.harness.compare.pairs import rows_of
@@ -299,7 +299,7 @@ def test_samples_that_scatter_or_were_replayed_as_a_graph_make_a_ratio_less_cert
 
     def visible(**changes):
         sides = [[row(plan="fa3:fp8"), row(plan=str(FLASH))] for _ in range(2)]
-        sides[side] = [changed(each, **changes) if str(each.plan) == plan else each for each in sides[side]]
+        sides[side] = [with_facts(each, **changes) if str(each.plan) == plan else each for each in sides[side]]
         found = compare_results(*(results(*each) for each in sides), Terms(WIDE.limits, relative_to=(FLASH,)))
         return found.outcomes[0].costs["kernel"].visible
 
@@ -325,7 +325,7 @@ def test_of_two_baselines_the_first_that_was_measured_counts():
 
 
 def test_a_case_whose_sequences_have_other_lengths_is_not_compared():
-    outcome, code = verdict_of(row(), changed(row(), lengths=(1, 2)))
+    outcome, code = verdict_of(row(), with_facts(row(), lengths=(1, 2)))
     assert (outcome.reasons, code) == (("the sequences of the case have other lengths",), 3)
 
 

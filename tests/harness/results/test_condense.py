@@ -4,7 +4,7 @@ from itertools import permutations
 
 import pytest
 from compared import passed_over, row
-from flat import changed
+from row_facts import with_facts
 
 from attnbench.harness.results.condense import condense
 
@@ -17,19 +17,21 @@ def entry_of(*rows):
 
 def of_case(name, ms=1.0, **changes):
     """A row of another case with the spec of ``a``, such as the captured calls of another layer."""
-    made = changed(row("a"), case=name, time_ms={"kernel": [ms / 2], "call": [ms]}, visits={"kernel": [1], "call": [1]})
-    return changed(made, **changes)
+    made = with_facts(
+        row("a"), case=name, time_ms={"kernel": [ms / 2], "call": [ms]}, visits={"kernel": [1], "call": [1]}
+    )
+    return with_facts(made, **changes)
 
 
 def test_a_time_is_the_median_of_the_calls_beside_their_interquartile_range():
-    found = entry_of(changed(row("a"), time_ms={"kernel": [9.0], "call": [1.0, 2.0, 3.0, 5.0, 40.0]}))
+    found = entry_of(with_facts(row("a"), time_ms={"kernel": [9.0], "call": [1.0, 2.0, 3.0, 5.0, 40.0]}))
     assert (found.time_ms, found.spread_ms) == (3.0, 3.0)
     assert found.errors == {"normal": 0.05, "outlier": 0.08}  # without that of the LSE
 
 
 def test_a_plan_that_was_never_called_takes_the_shortest_of_its_passes():
     passes = {"prepared": [2.0, 3.0], "backward": [5.0, 4.0]}
-    found = entry_of(changed(row("a"), status="slower", reason="it lost", time_ms=passes, visits={}))
+    found = entry_of(with_facts(row("a"), status="slower", reason="it lost", time_ms=passes, visits={}))
     assert (found.time_ms, found.spread_ms, found.usable) == (6.0, None, False)
 
 
@@ -57,7 +59,7 @@ def test_of_two_inaccurate_cases_with_one_spec_the_one_counts_that_no_budget_all
 
 @pytest.mark.parametrize("status", ["crashed", "oom", "timeout", "error"])
 def test_of_two_cases_with_one_spec_the_one_that_failed_counts(status):
-    failed = changed(passed_over(status, "a"), case="second")
+    failed = with_facts(passed_over(status, "a"), case="second")
     found = entry_of(of_case("first", 1.0), failed)
     assert (found.status, found.time_ms, found.errors, found.usable) == (status, None, {}, False)
     assert found.reason == failed.reason
