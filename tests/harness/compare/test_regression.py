@@ -50,6 +50,7 @@ STEADY = Terms(Limits(time=0.5))
 STALE = {"status": "inaccurate", "reason": "out is stale", "check": "stale"}
 FAR = {name: {"environment": replace(HERE, **{name: value})} for name, value in (
     ("device_name", "another GPU"), ("cpu", "another CPU"), ("device_count", 8), ("power_cap_w", 500),
+    ("capability", "8.9"),
     ("device_type", "cpu"),
 )}  # fmt: skip
 OTHER_SPEC = {"spec": AttentionSpec.make(batch=9, heads=2, seqlen_q=65, head_dim=16)}
@@ -77,6 +78,8 @@ VERDICTS: dict[str, tuple[dict, dict, Terms, str, int, str]] = {
                                "its errors on normal: lse, outlier are in BASE alone"),
     **{f"another {name}": ({}, {**far, "time_ms": times(1, ratio=2)}, WIDE, "incomparable", 3, "")
        for name, far in FAR.items()},
+    "a power cap that older records lack": ({"environment": replace(HERE, power_cap_w=None)}, {}, WIDE, "same", 0, ""),
+    "other threads of a GPU's host": ({}, {"environment": replace(HERE, threads=99)}, WIDE, "same", 0, ""),
     "another timer": ({}, {"timer": "a wall clock"}, WIDE, "incomparable", 3, ""),
     "another spec": ({}, OTHER_SPEC, WIDE, "incomparable", 3, ""),
     "another spec, by ratios": ({}, OTHER_SPEC, Terms(relative_to=(Plan("fa3:fp8"),)), "incomparable", 3, ""),
@@ -317,6 +320,12 @@ def test_a_cost_that_one_side_lacks_is_not_compared():
     assert (outcome.verdict, outcome.reasons, code) == ("uncertain", ("they have no times that can be compared",), 4)
 
 
+def test_another_number_of_threads_on_a_cpu_is_another_machine():
+    cpu = replace(HERE, device_type="cpu", threads=2)
+    outcome, code = verdict_of(row(environment=cpu), row(environment=replace(cpu, threads=4)))
+    assert (outcome.reasons, code) == (("threads was 2, is 4",), 3)
+
+
 def test_of_two_baselines_the_first_that_was_measured_counts():
     other = Plan("fa4:bf16")
     rows = results(row(), row(plan=str(other)), row(plan=str(FLASH)))
@@ -345,7 +354,9 @@ def test_the_baseline_of_a_training_case_is_the_one_with_its_own_backward():
 
 
 def test_the_last_threshold_that_matches_counts():
-    terms = Terms(thresholds=(Threshold("*", time=0.5, error=1.0), Threshold("a: fa3:fp8", time=0.1)))
+    terms = Terms(
+        thresholds=(Threshold("*", time=0.5, error=1.0), Threshold("a: fa3:fp8", time=0.1), Threshold("b", time=0.2))
+    )
     assert (terms.limits_of(row().key).time, terms.limits_of(row().key).error) == (0.1, 1.0)
 
 
