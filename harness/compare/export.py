@@ -82,7 +82,7 @@ def regression_junit(regression: Regression, command: str = "attnbench compare")
     ET.indent(root)
     # ASCII with character references: the same document in any encoding.
     text: str = ET.tostring(root, encoding="us-ascii").decode("ascii")
-    return text
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n{text}'
 
 
 def _environments(rows: Mapping[Key, Measurement]) -> list[dict[str, Any]]:
