@@ -193,8 +193,11 @@ def test_fresh_shapes_are_measured_resumed_and_scored(tmp_path):
     arguments = ("--fresh", 1, "--seed", 3, "--backends", "sdpa-flash,sdpa-math", "--out", tmp_path / "out")
     run = check(*arguments, "--format", "json")
     measured = (tmp_path / "out" / "measurements.jsonl").read_text()
-    assert run.returncode in (0, 1)
-    assert {each["asked"] for each in json.loads(run.stdout)["fresh"]} == {"nothing", 'dtype="fp8"'}
+    if run.returncode == 2:  # on a busy machine
+        assert "every time scatters by more than 20%" in run.stderr
+    else:
+        assert run.returncode in (0, 1)
+        assert {each["asked"] for each in json.loads(run.stdout)["fresh"]} == {"nothing", 'dtype="fp8"'}
     check(*arguments, "--resume")
     assert (tmp_path / "out" / "measurements.jsonl").read_text() == measured
 
