@@ -125,6 +125,16 @@ def test_a_host_is_not_its_quickest_visit():
     assert gated[0].series["host"].finding == "same"
 
 
+def test_a_row_is_uncertain_if_base_has_no_rounds_of_one_of_its_costs():
+    gated = rows(1, ("prepared", "backward"), "cuda")
+    gated[0].series["backward"].recorded = []
+    run(Sides(), gated)
+    found = judged(gated)
+    assert gated[0].series["prepared"].finding == "same"
+    assert found.exit_code == 4
+    assert found.outcomes[0].reasons[-1] == "BASE has no rounds of backward"
+
+
 def test_a_cost_that_is_decided_is_not_visited_for_another_that_is_not():
     sides = Sides(lambda side, number, cost, _: (cost == "backward") * sides.rng.uniform(-0.9, 0.9))
     gated = rows(1, ("prepared", "backward"), "cuda")

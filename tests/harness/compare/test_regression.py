@@ -59,6 +59,8 @@ VERDICTS: dict[str, tuple[dict, dict, Terms, str, int, str]] = {
     "1.2 times as long": ({}, {"time_ms": times(1, ratio=1.2)}, WIDE, "slower", 1, "kernel +"),
     "twelve times as long": ({}, {"time_ms": times(1, ratio=12)}, WIDE, "slower", 1, "kernel 12"),
     "as a threshold allows": ({}, {"time_ms": times(1, ratio=1.2)}, threshold(time=1.0), "same", 0, ""),
+    "half as long, beside a call that scatters": (
+        {}, {"time_ms": {**times(1, ratio=0.5), "call": times(2, spread=0.3)["call"]}}, WIDE, "faster", 4, "kernel -"),
     "less than can be seen": ({}, {}, threshold(time=0.01), "uncertain", 4, ""),
     "on another clock": (on(1980), {**on(1700), "time_ms": times(1, ratio=1.16)}, WIDE, "slower", 1,
                          "the GPU's clock was 1980 MHz, is 1700 MHz"),
