@@ -154,5 +154,6 @@ def test_the_matrix_products_stay_asynchronous_and_nothing_spills(kernels: tuple
         head_dim, parts = width * constants["chunks"], height * constants["chunks_v"] // constants["part"]
         products = 2 * 2 * (head_dim + parts * block_n) // 32
         assert len(re.findall(r"QGMMA", found["code"])) == products
-        # Q's own bytes are taken apart once a tile.
-        assert len(re.findall(r"PRMT", found["code"])) <= (8 if bits == 8 else 80), "bytes of P change their places"
+        # Q's own bytes are taken apart once a tile: one instruction for two columns.
+        apart = 0 if bits == 8 else head_dim // 2
+        assert len(re.findall(r"PRMT", found["code"])) <= apart + 8, "bytes of P change their places"
