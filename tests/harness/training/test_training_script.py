@@ -96,7 +96,7 @@ def test_choices_take_their_steps_in_turn_on_one_model(tmp_path: Path) -> None:
     own = rows[:3]
     assert [row.plans for row in own] == [["sdpa-flash:bf16>sdpa-flash:bf16"], [], ["emulated:fp8>emulated:fp8"]]
     for row in own:
-        assert (len(row.step_ms), len(row.samples_ms)) == (4, 2)
+        assert (len(row.step_ms), row.timed_from, len(row.samples_ms)) == (5, 3, 2)
         assert row.attention is not None
         assert row.attention.share > 0
     first = [row.loss[0] for row in own]

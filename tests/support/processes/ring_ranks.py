@@ -183,12 +183,12 @@ def losses(rank, size, folder):
 def torch_ring_message(mesh):
     """The error of torch's ring attention, which training with sdpa uses, on a CPU."""
     from attnbench.harness.training.config import TrainConfig
-    from attnbench.harness.training.run.parallel import _sharing
+    from attnbench.harness.training.run.parallel import shared_attention
 
     config = TrainConfig.make(seqlen=16, attention="sdpa", parallel="ddp", context_parallel=mesh.size())
     q, k, v = (torch.zeros(1, 2, 4, 16) for _ in "qkv")
     try:
-        with _sharing(config, mesh):
+        with shared_attention(config, mesh):
             torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     except NotImplementedError as error:
         return str(error)
