@@ -88,12 +88,12 @@ def tile_map(lengths: Lengths, batch: int, tiled: Tiled, device: torch.device) -
     the table's first row.
     """
     if recording():
-        return _build(lengths, batch, tiled, device)
+        return _build_table(lengths, batch, tiled, device)
     first, other = lengths.q if lengths.q is not None else lengths.kv, lengths.kv
     if first is None:  # all rows are full on this side
-        return _build(lengths, batch, tiled, device)
+        return _build_table(lengths, batch, tiled, device)
     if first.is_inference() or (other is not None and other.is_inference()):  # no version tells of changes
-        return _build(lengths, batch, tiled, device)
+        return _build_table(lengths, batch, tiled, device)
     versions = first._version, -1 if other is None else other._version
     kept = _kept.get(first)
     if kept is None or kept.versions != versions or (kept.other and kept.other()) is not other:
@@ -103,11 +103,11 @@ def tile_map(lengths: Lengths, batch: int, tiled: Tiled, device: torch.device) -
     if table is None:
         if len(kept.tables) >= _MOST:
             kept.tables.clear()
-        table = kept.tables[key] = _build(lengths, batch, tiled, device)
+        table = kept.tables[key] = _build_table(lengths, batch, tiled, device)
     return table
 
 
-def _build(lengths: Lengths, batch: int, tiled: Tiled, device: torch.device) -> Tensor:
+def _build_table(lengths: Lengths, batch: int, tiled: Tiled, device: torch.device) -> Tensor:
     count = sequences_of(lengths, batch)
     bound = tiled.capacity(count, batch)
     table = torch.empty(bound + 1, ROW.value, dtype=torch.int32, device=device)

@@ -133,7 +133,7 @@ class Watch:
 
     ``uuid`` is the GPU's (``torch.cuda.get_device_properties(device).uuid`` as text): NVML and torch may number GPUs
     differently.  Without one (a CPU), without NVML, or if the GPU reports nothing, there are no readings and ``note``
-    says why.  The last 30,000 readings stay.  The context is opened once.
+    says why.  It keeps the last 30,000 readings, and is opened once.
     """
 
     def __init__(self, uuid: str | None, every: float = 0.02) -> None:

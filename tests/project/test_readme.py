@@ -1,5 +1,6 @@
 """Every figure of the README's tables is a committed measurement's."""
 
+import math
 import re
 import statistics
 from pathlib import Path
@@ -14,6 +15,7 @@ from attnbench.choosing.regret import Asked, chosen_at
 from attnbench.choosing.regret_fixed import against_fixed
 from attnbench.harness.results.records import Measurement, read_measurements
 from attnbench.kernels.registry import registry
+from attnbench.problem.spec import AttentionSpec
 from attnbench.tables.table import Table
 from attnbench.tables.user_table import Known
 
@@ -122,6 +124,21 @@ def test_sentences_say_what_the_rows_of_their_tables_say(rows: dict[tuple[str, s
     chosen = chosen_at(spec, table.at(spec), Evidence(spec, Known.of(table)), Asked(True), registry())
     assert chosen
     assert str(chosen[0].plan) == own
+
+
+def test_shares_of_the_fastest_16_bit_step_are_those_of_the_newer_rows() -> None:
+    calls: dict[tuple[AttentionSpec, bool], float] = {}
+    for row in read_measurements(ROOT / "results/nvidia-h200/current/measurements.jsonl.gz"):
+        if row.status == "ok" and row.spec.training and row.spec.seqlen_q >= 4096:
+            key = row.spec, row.plan.fp8
+            calls[key] = min(row.median_ms(), calls.get(key, math.inf))
+    shares = {spec: call / calls[spec, False] for (spec, fp8), call in calls.items() if fp8}
+    mla = [share for spec, share in shares.items() if spec.head_dim != spec.head_dim_v]
+    others = [share for spec, share in shares.items() if spec.head_dim == spec.head_dim_v]
+    shown = re.search(r"take ([\d.]+) to ([\d.]+) of .* 64 to 256, and ([\d.]+) with MLA's", " ".join(README))
+    assert shown
+    for figure, truth in zip(shown.groups(), (min(others), max(others), *mla), strict=True):
+        assert agrees(figure, truth), (figure, truth)
 
 
 def test_the_gap_of_a_training_run_is_that_of_its_rows() -> None:

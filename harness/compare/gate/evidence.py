@@ -74,10 +74,7 @@ def combined(generations: Sequence[Sequence[float]], floor: float) -> Estimate |
 
 
 def _between(shifts: npt.NDArray[np.float64], own: npt.NDArray[np.float64]) -> float:
-    """The variance between generations beyond what their own errors explain, below 0 if they explain more than all.
-
-    0 for one generation.
-    """
+    """The variance between generations beyond that of their own errors; it may be negative, and is 0 for one."""
     if shifts.size < 2:
         return 0.0
     weights = 1 / np.maximum(own, 1e-12)

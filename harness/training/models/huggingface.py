@@ -215,7 +215,7 @@ def _mask(*positions: Any, **named: Any) -> LayerMask | None:
 
 def _served(model: Any, seqlen: int, core: Callable[[], AttentionCore], packing: Packing) -> HfModel:
     """The model with a core and the mask in every attention layer."""
-    calls, flops = _count_calls(model, seqlen, packing == "packed")
+    calls, flops = _trace_calls(model, seqlen, packing == "packed")
     for call in calls:
         kind = type(call.layer).__name__
         if packing == "packed" and not call.packs:
@@ -246,7 +246,7 @@ def _packed(starts: Tensor) -> dict[str, Tensor]:
     return {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
 
 
-def _count_calls(model: Any, seqlen: int, packed: bool) -> tuple[list[_Call], float]:
+def _trace_calls(model: Any, seqlen: int, packed: bool) -> tuple[list[_Call], float]:
     """Its layers' attention calls in one forward pass, and the other operations of a training step of a sample."""
     tokens = torch.zeros(1, seqlen, dtype=torch.long, device=model.device)
     one = _packed(torch.tensor([0, seqlen], dtype=torch.int32, device=model.device)) if packed else {}
