@@ -8,9 +8,11 @@ torch/cuda/memory.py, torch/_inductor/cudagraph_trees.py, aten/src/ATen/cuda/CUD
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -18,6 +20,7 @@ import torch
 
 __all__ = ["current_stream", "outside_pools", "permanent", "recording"]
 
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED in cuda.h
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -73,6 +76,7 @@ def _complete(make: Callable[..., _T], arguments: tuple[Any, ...]) -> _T:
     device: torch.device = arguments[-1]
     if device.type != "cuda":
         return make(*arguments)
+    _permit_waiting()
     stream = _side_stream(device)
     while _captured(stream):  # torch reuses its streams in turn, including one that is captured
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -80,6 +84,15 @@ def _complete(make: Callable[..., _T], arguments: tuple[Any, ...]) -> _T:
         found = make(*arguments)
     stream.synchronize()
     return found
+
+
+def _permit_waiting() -> None:
+    """Lets this thread copy to the device and wait for it while another one records a graph.
+
+    ``torch.cuda.graph`` records in CUDA's global mode, which forbids both to every thread that does not say so.
+    """
+    with suppress(OSError):  # a GPU of another maker has no such library
+        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
 
 
 @cache

@@ -54,7 +54,7 @@ def _blocks(mask: Mask, seqlen_q: int, seqlen_kv: int, device: torch.device) -> 
     visible = (top + low <= right) & (bottom + high >= left)
     whole = (top + BLOCK <= seqlen_q) & (left + BLOCK <= seqlen_kv)
     full = whole & (bottom + low <= left) & (top + high >= right)
-    band = _band(torch.tensor(low, device=device), torch.tensor(high, device=device))
+    band = _band(torch.full((), low, device=device), torch.full((), high, device=device))
     return _block_mask(visible, full, band, (seqlen_q, seqlen_kv))
 
 

@@ -26,7 +26,7 @@ from .extent import Extent
 from .hopper import launch as hopper
 from .kernel import triton_fp8_attention_forward
 from .matrices import Matrix, Outline, loadable, matrix, read_size
-from .tiles import DEFAULTS, Tile, chunks_of, head_class, padded_size
+from .tiles import Tile, chunks_of, default_tile, padded_size
 
 __all__ = [
     "Given",
@@ -337,7 +337,7 @@ def _served(spec: AttentionSpec, tile: Tile, per_token: bool, here: bool) -> Til
     """The tile, or another for keys in the same order where it is the Hopper kernel's and that does not serve."""
     if not tile.hopper or (here and hopper.serves(spec, per_token=per_token)):
         return tile
-    return DEFAULTS[head_class(spec)]._replace(interleaved=tile.interleaved)
+    return default_tile(spec, per_key=per_token)._replace(interleaved=tile.interleaved)
 
 
 def _section(spec: AttentionSpec, programs: int) -> int:

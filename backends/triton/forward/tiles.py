@@ -20,6 +20,7 @@ __all__ = [
     "Tile",
     "TileKey",
     "chunks_of",
+    "default_tile",
     "head_class",
     "one_pass_tile",
     "padded_size",
@@ -179,4 +180,11 @@ def tile_of(
     """The tile of a spec: the measured one, or what fits Hopper."""
     size = head_class(spec)
     mask: Literal["none", "causal"] = "none" if spec.mask.kind == "none" else "causal"
-    return tiles.get(TileKey(capability, size, mask, per_key), DEFAULTS[size])
+    return tiles.get(TileKey(capability, size, mask, per_key)) or default_tile(spec, per_key=per_key)
+
+
+def default_tile(spec: AttentionSpec, *, per_key: bool) -> Tile:
+    """A tile that fits Hopper, with a scale for each key or without."""
+    size = head_class(spec)
+    # Scales of keys are loaded ahead like K and V; at 256 three stages of all of them are 1 KiB too much.
+    return DEFAULTS[size]._replace(stages=2) if per_key and size == HEAD_DIMS[-1] else DEFAULTS[size]

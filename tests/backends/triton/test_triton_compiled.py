@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from compiled_for_hopper import json_output_of
+from compiled_for_hopper import SHARED_MEMORY, json_output_of
 
 pytest.importorskip("triton", minversion="3.6")
 
@@ -93,6 +93,39 @@ print(json.dumps([each.metadata.name for each in hoppers]))
 )
 def test_the_kernels_of_a_packed_batch_compile(forward: str, kernels: list[str], tmp_path: Path) -> None:
     assert json_output_of(PACKED, forward, folder=tmp_path) == kernels
+
+
+# Where the Hopper kernel was to compute and does not serve: a scale for each key, and a soft cap.
+DEFAULT_TILES = """
+import json, sys
+import torch
+from compiled_for_hopper import compiling
+from attnbench import AttentionSpec
+from attnbench.backends.triton import TritonForward
+from attnbench.backends.triton.forward.tiles import ONE_PASS
+from attnbench.kernels.contract import Inputs
+
+found = []
+for recipe, head_dim, head_dim_v, softcap in json.load(sys.stdin):
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=512, head_dim=head_dim, head_dim_v=head_dim_v, softcap=softcap)
+    inputs = Inputs(*(torch.empty(1, 2, 512, d, dtype=torch.bfloat16, device="meta")
+                      for d in (head_dim, head_dim, head_dim_v)))
+    with compiling() as made:
+        forward = TritonForward(recipe, ONE_PASS[256, True])
+        forward.run(forward.prepare(inputs, spec))
+    found.append([made[-1].metadata.name, made[-1].metadata.shared])
+print(json.dumps(found))
+"""
+LARGEST = [("fp8-token", 256, 256, 0), ("fp8", 256, 256, 50)]
+SMALLER = [(*kind, cap) for kind in (("fp8-token", 192, 128), ("fp8-token", 128, 128), ("fp8-token", 64, 64))
+           for cap in (0, 50)]  # fmt: skip
+
+
+@pytest.mark.parametrize("cases", [LARGEST, pytest.param(SMALLER, marks=pytest.mark.exhaustive)], ids=["256", "others"])
+def test_tiles_that_stand_in_for_the_hopper_kernels_fit(cases: list[tuple[str, int, int, int]], tmp_path: Path) -> None:
+    for name, shared in json_output_of(DEFAULT_TILES, folder=tmp_path, stdin=cases):
+        assert name == "triton_fp8_attention_forward"
+        assert 0 < shared <= SHARED_MEMORY
 
 
 HASH = """
