@@ -86,6 +86,17 @@ def test_of_several_sweeps_the_newest_row_of_a_plan_counts():
         assert sum(made.cases[0].sources.values()) == 1
 
 
+@pytest.mark.parametrize("timed", [True, False])
+def test_a_newer_race_that_a_plan_lost_replaces_no_measurement(timed):
+    """As in the table that a choice is made by: without its row the page had no time for what it chose."""
+    old = row("fa3:bf16", 1.0)
+    times = old.performance if timed else old.performance.model_copy(update={"time_ms": {}, "visits": {}})
+    newer = at_later_time(failed_row("fa3:bf16", "slower", "slower than te:fp8", performance_=times))
+    for order in ({"a": [old], "b": [newer]}, {"b": [newer], "a": [old]}):
+        (made,) = machines_of(order, registry())
+        assert made.cases[0].speed(made.cases[0].answer.plan) == 1
+
+
 def test_machines_that_cannot_be_compared_are_told_apart_and_a_new_commit_is_none():
     here = row("fa3:bf16", 1.0)
     there = in_environment(here, device_name="Another GPU")
@@ -153,7 +164,7 @@ def test_every_case_is_on_the_page_with_all_its_candidates_and_their_reasons(swe
 def test_the_committed_quick_sweep_is_a_page_that_asks_for_nothing():
     made = page(read_results([H200 / "quick"]), registry())
     found = Structure(made)
-    assert sum(tag == "details" for tag, _ in found.tags) == 12
+    assert sum(tag == "details" for tag, _ in found.tags) == 11
     assert not re.search(r"https?:", made.partition("<body>")[0])
     for tag, facts in found.elements:
         assert tag not in ("img", "iframe", "object", "embed", "base", "form action")
