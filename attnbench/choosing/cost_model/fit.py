@@ -34,6 +34,8 @@ _OTHER_MASK, _DOUBLE_GROUP = 0.8, 0.95  # the correlation left across masks or a
 # 0.1 from the other.  On an H200 90 predictions of packed batches, of 9 plans at 64k tokens, from those of one length
 # were 0.77 to 1.50 times what was measured; between plans at one batch they differed by 0.09.
 _OTHER_BATCH = 0.9
+_LAW_DEVIATION = 0.15  # of a time from the law that its kernel follows, relative to the time
+_WITHOUT_OPERATIONS = 0.1  # how much less a law is to be believed by which these take no time
 _REPEATED = 0.05  # how well a median is known whose samples hardly scatter: sweeps differ by more than they say
 _LARGEST_SPREAD = 0.3  # an entry that scatters by more counts for next to nothing already
 _SHORTEST = 1e-6  # ms
@@ -91,11 +93,11 @@ class Fit:
         import numpy as np
 
         alike, fixed = covariances
-        self._law = _non_negative(self._parts / np.exp(times)[:, None], _REPEATED / np.sqrt(noise))
+        self._laws, self._belief = _non_negative(self._parts / np.exp(times)[:, None], _REPEATED / np.sqrt(noise))
         self._shares = self._share(self._parts)
         covariance = alike + fixed * np.outer(self._shares, self._shares)
         self._inverse = np.linalg.inv(covariance + np.diag(noise))
-        self._weights = self._inverse @ (sites - np.log(np.maximum(self._parts @ self._law, _SHORTEST)))
+        self._weights = self._inverse @ (sites - self._by_law(self._parts)[0])
         variances = 1.0 / np.diag(self._inverse)
         return sites - self._weights * variances, np.maximum(variances - noise, 1e-6)
 
@@ -103,9 +105,18 @@ class Fit:
         """The share (n,) of the time that the law gives to launch and bytes, for parts (n, 3)."""
         import numpy as np
 
-        times = parts * self._law
-        share: _Array = times[:, :2].sum(axis=1) / np.maximum(times.sum(axis=1), _SHORTEST)
+        times = parts[:, None, :] * self._laws
+        share: _Array = times[..., :2].sum(axis=2) / np.maximum(times.sum(axis=2), _SHORTEST) @ self._belief
         return share
+
+    def _by_law(self, parts: _Array) -> tuple[_Array, _Array]:
+        """Mean and variance (n,) of the logarithm of the time by the laws, for parts (n, 3)."""
+        import numpy as np
+
+        logs = np.log(np.maximum(parts @ self._laws.T, _SHORTEST))
+        mean = logs @ self._belief
+        variance: _Array = (logs - mean[:, None]) ** 2 @ self._belief
+        return mean, variance
 
     def predict(self, spec: AttentionSpec) -> tuple[float, float]:
         """(median of the whole call in ms, standard error of its logarithm); the time may be infinite far from
@@ -144,8 +155,9 @@ class Fit:
         near = alike + fixed * share * self._shares
         variance = _CLASS_DEVIATION**2 + _SIZE_DEVIATION**2 + (_FIXED_DEVIATION * share) ** 2
         variance -= float(near @ self._inverse @ near)
-        law = math.log(max(float(parts[0] @ self._law), _SHORTEST))
-        return law + min(float(near @ self._weights), 50.0), math.sqrt(max(0.0, variance) + _REPEATED**2)
+        (law,), (undecided,) = self._by_law(parts)
+        deviation = math.sqrt(max(0.0, variance) + float(undecided) + _REPEATED**2)
+        return float(law) + min(float(near @ self._weights), 50.0), deviation
 
 
 def calibration(scores: Iterable[tuple[float, float]]) -> float:
@@ -213,21 +225,30 @@ def _scatter(entry: Entry) -> float:
     return math.nan if entry.spread_ms is None else min(0.5 * entry.spread_ms / entry.time_ms, _LARGEST_SPREAD)
 
 
-def _non_negative(columns: _Array, weights: _Array) -> _Array:
-    """Weighted least squares with non-negative coefficients, for columns whose sum should be 1; tries every subset."""
+def _non_negative(columns: _Array, weights: _Array) -> tuple[_Array, _Array]:
+    """Weighted least squares with non-negative coefficients (m, 3) of each subset of the columns, whose sum should be
+    1, and how far each is to be believed (m,), in sum 1.
+
+    Few measurements do not say which terms a time consists of: one alone fits a law of each, and by these a call with
+    eight times the tokens takes as long, or 64 times.
+    """
     import numpy as np
 
     columns, target = columns * weights[:, None], weights
-    best, least = np.zeros(columns.shape[1]), math.inf
+    laws, errors = [], []
     for count in range(1, columns.shape[1] + 1):
         for chosen in combinations(range(columns.shape[1]), count):
             part = columns[:, chosen]
             scale = np.abs(part).max(axis=0)
             if not scale.all():
                 continue
-            found = np.linalg.lstsq(part / scale, target, rcond=None)[0] / scale
-            error = float(np.sum((part @ found - target) ** 2))
-            if (found >= 0).all() and error < least * (1 - 1e-9):
-                best, least = np.zeros(columns.shape[1]), error
-                best[list(chosen)] = found
-    return best
+            fitted = np.linalg.lstsq(part / scale, target, rcond=None)[0] / scale
+            if (fitted >= 0).all() and fitted.any():
+                law = np.zeros(columns.shape[1])
+                law[list(chosen)] = fitted
+                laws.append(law)
+                errors.append(float(np.sum((part @ fitted - target) ** 2)))
+    found = np.array(laws)
+    belief = np.exp((min(errors) - np.array(errors)) / (2 * _LAW_DEVIATION**2))
+    belief *= np.where(found[:, -1] > 0, 1.0, _WITHOUT_OPERATIONS)
+    return found, belief / belief.sum()

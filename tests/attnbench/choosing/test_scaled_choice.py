@@ -97,7 +97,7 @@ def test_a_lead_within_the_scaling_error_does_not_decide(choose_with):
 def test_a_table_of_this_gpu_decides_for_the_classes_that_it_measured(choose_with):
     own = table(H100, lengths=(8192,), slow=500, fast=300)
     tables = Known((own, scaled(table(slow=300, fast=500), H100)))
-    for length in (8192, 6000):
+    for length in (8192, 8000):
         choice = choose_with(tables, spec(length))
         assert (str(choice.plan), choice.basis) == ("slow:bf16", "measured" if length == 8192 else "predicted")
     other = choose_with(tables, spec(4096))  # measured on the H200 alone
