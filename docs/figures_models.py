@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from attnbench.choosing.regret import geometric_mean
+from attnbench.choosing.regret_fixed import torch_default
 from attnbench.harness.cases.models import model_layers
 from attnbench.harness.results.records import Measurement, read_measurements
 from attnbench.kernels.plan import Plan, backend_of
@@ -22,6 +23,7 @@ _HEADERS = ("models", "heads", "D", "mask", "length", "forward, 16 bits", "FP8",
 _SUMMARY = ("pass", "layers", "16 bits", '`dtype="fp8"`', "FP8 is faster", "16 bits are faster")
 _MARKUP = re.compile(r"[\\`*_{}\[\]<>|#~&]")
 _LONGEST_REASON = 120
+_TELLING = ("inaccurate", "slower", "refused")  # statuses whose reasons say most of a layer, best first
 Rows = Mapping[Plan, Measurement]
 Layers = Mapping[AttentionSpec, Sequence[str]]
 
@@ -111,24 +113,17 @@ def _fastest(rows: Rows, fp8: bool) -> Measurement | None:
 
 
 def _default(rows: Rows, known: Registry) -> Measurement | None:
-    """The first of torch's kernels, in its own order, that was timed; FlexAttention where none of them serves."""
-    places: dict[float, Measurement] = {}
-    for plan, row in rows.items():
-        names = {backend_of(kernel) for kernel in plan.kernels}
-        if plan.fp8 or len(names) > 1 or "call" not in row.time_ms or row.status == "inaccurate":
-            continue
-        (name,) = names
-        order = float("inf") if name == "flex" else known.backend(name).sdpa_order
-        if order is not None:
-            places[order] = row
-    return places[min(places)] if places else None
+    """The row of torch's default among the plans that were timed."""
+    timed = [plan for plan, row in rows.items() if "call" in row.time_ms and row.status != "inaccurate"]
+    first = torch_default(timed, known)
+    return None if first is None else rows[first]
 
 
 def _why_not(rows: Rows, fp8: bool) -> str:
-    """The shortest reason why no such plan has a time, its first sentence; of a plan that was measured if one was."""
+    """The shortest reason why no such plan has a time, its first sentence; of a plan that could have had one if any."""
     own = [row for row in rows.values() if row.plan.fp8 == fp8 and row.status != "ok"]
-    wrong = [row for row in own if row.status == "inaccurate"] or [row for row in own if row.status != "unavailable"]
-    told = dict.fromkeys(f"{row.status}: {row.reason}" for row in wrong or own)
+    first = next((found for status in _TELLING if (found := [row for row in own if row.status == status])), own)
+    told = dict.fromkeys(f"{row.status}: {row.reason}" for row in first)
     return _plain(min(told, key=len).partition("; ")[0][:_LONGEST_REASON]) if told else "not measured"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,9 +15,10 @@ from ..tables.user_table import Known
 from .evidence import Evidence
 from .regret import Asked, chosen_at, geometric_mean, served
 
-__all__ = ["TORCH_DEFAULT", "Fixed", "against_fixed"]
+__all__ = ["TORCH_DEFAULT", "Fixed", "against_fixed", "torch_default"]
 
 TORCH_DEFAULT = "torch's default"
+_FLEX = "flex"  # torch's only fused kernel for windows and soft caps
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,22 @@ def against_fixed(table: Table, known: Registry, asked: Asked) -> list[Fixed]:
         for (direction, backend), each in ratios.items()
     ]
     return sorted(rows, key=lambda row: (row.direction, row.slow_down, row.backend))
+
+
+def torch_default(plans: Iterable[Plan], known: Registry) -> Plan | None:
+    """The first of these plans in the order of ``scaled_dot_product_attention`` on Hopper; FlexAttention's if it has
+    none of them, None if that is not there either.
+    """
+    places: dict[Plan, float] = {}
+    for plan in plans:
+        names = {backend_of(kernel) for kernel in plan.kernels}
+        if plan.fp8 or len(names) > 1:
+            continue
+        (name,) = names
+        order = math.inf if name == _FLEX else known.backend(name).sdpa_order
+        if order is not None:
+            places[plan] = order
+    return min(places, key=lambda plan: places[plan], default=None)
 
 
 def _by_backend(times: dict[Plan, float], known: Registry) -> Iterator[tuple[str, float]]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from attnbench.choosing.fresh_regret import contenders, without
+from attnbench.choosing.regret_fixed import torch_default
 from attnbench.kernels.capabilities import Device
 from attnbench.kernels.plan import Plan
 from attnbench.kernels.registry import Registry
@@ -24,7 +25,8 @@ def contending(
 ) -> list[Task]:
     """The tasks; those of plans that cannot win by the tables do not run and have the status ``slower``.
 
-    With ``fresh`` the tables are not asked for their own entries of a case, and what they choose is ``required``.
+    Torch's default runs all the same, as users know its speed.  With ``fresh`` it does not, the tables are not asked
+    for their own entries of a case, and what they choose is ``required``.
     """
     tasks = list(tasks)
     plans: dict[Case, list[Plan]] = {}
@@ -35,6 +37,11 @@ def contending(
         case: contenders(case.spec, own, without(tables, case.spec) if fresh else tables, known, device)
         for case, own in plans.items()
     }
+
+    if not fresh:
+        for case, own in plans.items():
+            if (default := torch_default(own, known)) is not None:
+                found[case].setdefault(default, False)
 
     def judged(task: Task) -> Task:
         if not task.runs:

@@ -15,7 +15,7 @@ from places import ROOT
 
 from attnbench import AttentionSpec, Mask, Plan
 from attnbench.choosing.regret import PERCENTILE_95, Asked, Score, held_out, summarised
-from attnbench.choosing.regret_fixed import TORCH_DEFAULT, _by_backend, against_fixed
+from attnbench.choosing.regret_fixed import TORCH_DEFAULT, _by_backend, against_fixed, torch_default
 from attnbench.kernels.registry import registry
 from attnbench.tables.table import Entry, Table
 from examples import examples
@@ -103,6 +103,16 @@ def test_torchs_default_is_its_first_backend_that_serves_both_passes():
     alone, mixed = Plan("sdpa-cudnn:bf16", "sdpa-cudnn:bf16"), Plan("sdpa-cudnn:bf16", "sdpa-flash:bf16")
     assert dict(_by_backend({alone: 3.0, mixed: 2.0}, registry())) == {"sdpa-cudnn": 2.0, TORCH_DEFAULT: 3.0}
     assert dict(_by_backend({mixed: 2.0}, registry())) == {"sdpa-cudnn": 2.0, TORCH_DEFAULT: 2.0}
+
+
+def test_torchs_default_is_its_first_kernel_and_flex_where_none_serves():
+    plans = [Plan.parse(each) for each in (
+        "flex:bf16>flex:bf16", "sdpa-flash:bf16>sdpa-flash:bf16", "sdpa-cudnn:bf16>sdpa-cudnn:bf16",
+        "sdpa-cudnn:bf16>fa4:bf16", "triton:fp8>sdpa-cudnn:bf16", "fa3:bf16>fa4:bf16",
+    )]  # fmt: skip
+    assert str(torch_default(plans, registry())) == "sdpa-cudnn:bf16>sdpa-cudnn:bf16"
+    assert str(torch_default([plans[0], *plans[3:]], registry())) == "flex:bf16>flex:bf16"
+    assert torch_default(plans[3:], registry()) is None
 
 
 check = partial(attnbench, "table", "check")

@@ -240,3 +240,14 @@ def test_what_is_predicted_to_be_slower_has_a_row_without_times_in_either_part_o
         lost = rows[case.name, "small:fp8"]
         assert (lost.status, dict(lost.time_ms)) == ("slower", {})
         assert "predict" in lost.reason
+
+
+def test_torchs_default_runs_where_it_is_predicted_to_be_slower(monkeypatch):
+    lab, here, known = setup(), describe(CPU), Known(())
+    plans = {text: Plan.parse(text) for text in ("wide:bf16", "small:fp8")}
+    monkeypatch.setattr(module, "contenders", lambda *_: {plans["wide:bf16"]: True})
+    monkeypatch.setattr(module, "torch_default", lambda own, known: plans["small:fp8"])
+    tasks = tasks_of([FORWARD], lab.registry, CPU, "fp8", list(plans))
+    for fresh in (False, True):
+        running = {task.plan for task in module.contending(tasks, known, lab.registry, here, fresh=fresh) if task.runs}
+        assert running == {plans["wide:bf16"], *(() if fresh else (plans["small:fp8"],))}
