@@ -179,6 +179,16 @@ def test_the_fresh_regret_is_that_of_the_coverage_table() -> None:
     assert {each[-1] for each in known} == {""}  # none was beyond its budget
 
 
+def test_where_fp8_is_the_fastest_is_counted_in_the_page_of_models() -> None:
+    """Which docs/figures.py writes (``test_docs_figures``)."""
+    page = (ROOT / "docs/explanation/models.md").read_text(encoding="utf-8").partition("### NVIDIA H200")[2]
+    counted = {each: re.search(rf"\| {each} \| (\d+) \|.*?\| (\d+) of \1 \|", page) for each in ("forward", "training")}
+    shown = re.search(r"Of the (\d+) layers .* fastest at (\d+) forward and at (\d+) in training", " ".join(README))
+    assert shown
+    layers, *wins = shown.groups()
+    assert [found and found.groups() for found in counted.values()] == [(layers, each) for each in wins]
+
+
 def test_the_picture_is_of_the_rows_of_the_table_that_ships(tmp_path: Path) -> None:
     """Label by label; the drawing library places them.  Each shape of the others would be a row of its own."""
     command = re.search(
