@@ -79,7 +79,7 @@ print("the same")
 """
 
 
-@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+@pytest.mark.parametrize("mode", ["reduce-overhead", pytest.param("max-autotune", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("plan", "trained"), [*((x, True) for x in TRAINED), *((x, False) for x in FORWARDS)])
 def test_compiled_steps_equal_eager_ones(plan: str, trained: bool, mask: str, mode: str) -> None:
