@@ -10,7 +10,7 @@ from typing import Literal
 from attnbench.text.digits import three_digits as number
 from attnbench.text.printable import printable
 
-__all__ = ["WIDTH", "Style", "change", "error", "heading", "number", "prose", "shown", "size"]
+__all__ = ["WIDTH", "Style", "change", "error", "escape", "heading", "number", "prose", "size"]
 
 Style = Literal["text", "markdown"]
 WIDTH = 100
@@ -32,7 +32,7 @@ def size(count: int) -> str:
     return f"{number(count / 2**20)} MiB" if count < 2**30 else f"{number(count / 2**30)} GiB"
 
 
-def shown(text: str, style: Style) -> str:
+def escape(text: str, style: Style) -> str:
     """The text without control characters and Markdown syntax: files and plug-ins write some of it."""
     safe = printable(text)
     if style == "markdown":

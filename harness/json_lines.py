@@ -97,8 +97,8 @@ def _parsed(path: Path, number: int, line: bytes, record: type[_Record], form: F
     try:
         return record.model_validate_json(line if renewed is None else to_json(renewed(content)))
     except ValidationError as error:
-        said = f"expected {form.one}, but {validation_fault(error, 'the record')}"
-        raise MalformedFileError(path, f"{said[:300]}{_written_by_a_newer(content)}", number) from error
+        message = f"expected {form.one}, but {validation_fault(error, 'the record')}"
+        raise MalformedFileError(path, f"{message[:300]}{_written_by_a_newer(content)}", number) from error
 
 
 def _written_by_a_newer(content: dict[str, Any]) -> str:

@@ -179,8 +179,8 @@ def check_lengths(spec: AttentionSpec, lengths: SequenceLengths | None) -> None:
     if lengths.layout == "packed":  # a program may bound its lengths by more than the longest
         wanted |= {name: max(wanted[name], getattr(spec, name)) for name in ("seqlen_q", "seqlen_kv")}
     if differ := [name for name, size in wanted.items() if getattr(spec, name) != size]:
-        said = ", ".join(f"{name} {wanted[name]}, not {getattr(spec, name)}" for name in differ)
-        raise InputError(f"the lengths of the sequences make {said}")
+        mismatches = ", ".join(f"{name} {wanted[name]}, not {getattr(spec, name)}" for name in differ)
+        raise InputError(f"the lengths of the sequences make {mismatches}")
 
 
 def _some(length: int) -> int:

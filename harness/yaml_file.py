@@ -38,8 +38,8 @@ def read_yaml(path: Path, what: str) -> yaml.Node | None:
         raise MalformedFileError(path, f"expected YAML: {error.reason}", line) from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        said = f"expected YAML: {error.problem or error.context}"
-        raise MalformedFileError(path, said, mark.line + 1 if mark else None) from error
+        message = f"expected YAML: {error.problem or error.context}"
+        raise MalformedFileError(path, message, mark.line + 1 if mark else None) from error
     except RecursionError as error:
         raise MalformedFileError(path, f"expected {what}, not endless nesting") from error
     except ValueError as error:  # the version of a %YAML line, an escape beyond Unicode

@@ -101,7 +101,7 @@ def gate(
     print_comparison(regression, comparison, format, every=True)
     if lost is not None:
         raise lost
-    print(f"{found.said}; all of it is in {folder}", file=sys.stderr)
+    print(f"{found.summary}; all of it is in {folder}", file=sys.stderr)
     if regression.exit_code:
         raise typer.Exit(regression.exit_code)
 

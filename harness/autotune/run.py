@@ -258,8 +258,8 @@ class Autotune:
         whole = len(known) == len(plans)
         if not (any(row.measured for row in known) if whole else task.settled_by(known)):
             cut_off = f"it was not measured whole when {self.seconds:g} s were over"
-            said = [f"{plan}: {reason}" for plan, reason in lost.items()]
-            self.skipped[asked.spec] = "; ".join([cut_off] * (len(rows) < len(plans)) + said)
+            reasons = [f"{plan}: {reason}" for plan, reason in lost.items()]
+            self.skipped[asked.spec] = "; ".join([cut_off] * (len(rows) < len(plans)) + reasons)
             return
         lost |= {str(plan): f"not reached in {self.seconds:g} s" for plan in plans if plan not in rows}
         path = update_user_table(table_of(setup.environment, known))

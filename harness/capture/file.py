@@ -321,5 +321,5 @@ def _index(path: Path, metadata: Mapping[str, str]) -> CapturedIndex:
     try:
         return CapturedIndex.model_validate_json(text)
     except ValidationError as error:
-        said = validation_fault(error, "the index")
-        raise MalformedFileError(path, f"expected captured calls, but {said}") from error
+        problem = validation_fault(error, "the index")
+        raise MalformedFileError(path, f"expected captured calls, but {problem}") from error

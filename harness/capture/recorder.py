@@ -96,11 +96,11 @@ class Recorder:
     @property
     def left_out(self) -> list[str]:
         """A sentence for each reason why something seen is not kept."""
-        said = [f"{count} not recorded: {reason}" for reason, count in self.unrecorded.most_common()]
-        said += [f"{count} without its gradient: {why}" for why, count in self.without_gradient.most_common()]
+        sentences = [f"{count} not recorded: {reason}" for reason, count in self.unrecorded.most_common()]
+        sentences += [f"{count} without its gradient: {why}" for why, count in self.without_gradient.most_common()]
         if displaced := self.seen - self.unrecorded.total() - self.recorded:
-            said.insert(0, f"{displaced} gave way to others within the budget")
-        return said
+            sentences.insert(0, f"{displaced} gave way to others within the budget")
+        return sentences
 
     def record(self, make: Callable[[], Call]) -> None:
         """Keep a call if the budget allows it.  An exception becomes a reason: recording never fails the program."""
@@ -226,8 +226,8 @@ def capture(path: str | Path, *, max_bytes: int = MAX_BYTES, most: int = MOST) -
                         recorder.write(scratch)
                     draft.keep()
             if not recorder.recorded:
-                said = "; ".join(recorder.left_out) or "no attention call was seen"
-                raise AttnbenchError(f"nothing was recorded, so {path.name} was not written: {said}")
+                reason = "; ".join(recorder.left_out) or "no attention call was seen"
+                raise AttnbenchError(f"nothing was recorded, so {path.name} was not written: {reason}")
         finally:
             if os.getpid() == owner:
                 draft.discard()
@@ -244,7 +244,7 @@ def _kind(spec: AttentionSpec) -> str:
 
 
 def _count(reasons: Counter[str], error: Exception) -> None:
-    said = printable(str(error).strip().partition("\n")[0], "?")
-    reason = said if isinstance(error, UnrecordableError) else f"recording failed: {type(error).__name__}: {said}"
+    message = printable(str(error).strip().partition("\n")[0], "?")
+    reason = message if isinstance(error, UnrecordableError) else f"recording failed: {type(error).__name__}: {message}"
     known = reason in reasons or len(reasons) < _MOST_REASONS
     reasons[reason[:_LONGEST_REASON] if known else "other reasons"] += 1

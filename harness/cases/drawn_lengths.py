@@ -61,8 +61,8 @@ def draw_of_file(path: Path, total: int, longest: int | None) -> tuple[Draw, lis
         if not text:
             continue
         if not (text.isdigit() and len(text) <= _DIGITS and 1 <= int(text) <= LARGEST_TOTAL):
-            said = brief(text.decode(errors="replace"))
-            raise MalformedFileError(path, f"expected a length from 1 to {LARGEST_TOTAL}, not {said}", number)
+            excerpt = brief(text.decode(errors="replace"))
+            raise MalformedFileError(path, f"expected a length from 1 to {LARGEST_TOTAL}, not {excerpt}", number)
         lengths.append(int(text))
     if not lengths:
         raise MalformedFileError(path, "expected one length a line, there is none", 1)

@@ -52,7 +52,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("direction", "name", "families"), (str,)),
     "mask": (str, type(None)),  # or a mapping; YAML reads a bare `none` as text and `null` as None
 }
-_SAID = {int: "a whole number", float: "a number", str: "text"}
+_TYPE_NAMES = {int: "a whole number", float: "a number", str: "text"}
 _SIDES = "left, right and alignment"
 _MASKS = {
     "none": Mask(),
@@ -120,8 +120,8 @@ class _Reader:
         options: dict[str, list[Any]] = {}
         for name, key, value in entries(self._path, entry, f"one of {', '.join(_KINDS)}"):
             if name not in _KINDS:
-                said = " (the tensors' type is the sweep's --dtype)" if name == "dtype" else ""
-                raise self._fault(key, f"expected one of {', '.join(_KINDS)}, not {describe_node(key)}{said}")
+                hint = " (the tensors' type is the sweep's --dtype)" if name == "dtype" else ""
+                raise self._fault(key, f"expected one of {', '.join(_KINDS)}, not {describe_node(key)}{hint}")
             if not (nodes := items(value)):
                 raise self._fault(value, f"expected at least one value for {name}")
             if name == "lengths":
@@ -156,8 +156,8 @@ class _Reader:
             return self._window(node)
         value: Any = scalar(self._path, node) if isinstance(node, yaml.ScalarNode) else node
         if not isinstance(value, kinds) or isinstance(value, bool):
-            said = " or ".join(_SAID[kind] for kind in kinds if kind in _SAID)
-            raise self._fault(node, f"expected {said} for {name}, not {describe_node(node)}")
+            expected = " or ".join(_TYPE_NAMES[kind] for kind in kinds if kind in _TYPE_NAMES)
+            raise self._fault(node, f"expected {expected} for {name}, not {describe_node(node)}")
         return self._mask(value, node) if name == "mask" else value
 
     def _window(self, node: yaml.MappingNode) -> Mask:

@@ -82,6 +82,6 @@ def _value(path: Path, name: str, node: yaml.Node) -> Any:
         return value
     kinds = (str,) if name == "file" else (int, float) if name == "mean" else (int,)
     if not isinstance(value, kinds) or isinstance(value, bool) or (isinstance(value, str) and "\0" in value):
-        said = "a path" if name == "file" else "a number" if name == "mean" else "a whole number"
-        raise fault(path, node, f"expected {said} for {name}, not {describe_node(node)}")
+        expected = "a path" if name == "file" else "a number" if name == "mean" else "a whole number"
+        raise fault(path, node, f"expected {expected} for {name}, not {describe_node(node)}")
     return float(value) if name == "mean" else value

@@ -62,7 +62,7 @@ def regression_junit(regression: Regression, command: str = "attnbench compare")
         case, plan = outcome.key
         # XML 1.0 (section 2.2) can hold any printable character; an attribute cannot hold line ends.
         test = ET.SubElement(suite, "testcase", classname=printable(case), name=printable(str(plan)))
-        said = printable("; ".join(outcome.reasons))
+        reasons = printable("; ".join(outcome.reasons))
         if outcome.regressed:
             kind, tag = "failures", "failure"
         elif outcome.verdict == "incomparable":
@@ -72,7 +72,7 @@ def regression_junit(regression: Regression, command: str = "attnbench compare")
         else:
             continue
         counted[kind] += 1
-        mark = ET.SubElement(test, tag, message=f"{outcome.verdict}: {said}" if said else outcome.verdict)
+        mark = ET.SubElement(test, tag, message=f"{outcome.verdict}: {reasons}" if reasons else outcome.verdict)
         if tag != "skipped":
             mark.set("type", outcome.verdict)
     totals = {"tests": str(len(regression.outcomes)), **{name: str(number) for name, number in counted.items()}}

@@ -170,7 +170,7 @@ def _outcome(
     here: bool,
 ) -> Outcome:
     key, limits = pair.key, terms.limits_of(pair.key)
-    said: list[tuple[RowVerdict, str]] = list(_absent(pair))
+    findings: list[tuple[RowVerdict, str]] = list(_absent(pair))
     errors: tuple[ErrorChange, ...] = ()
     memory: tuple[MemoryChange, ...] = ()
     costs: Mapping[Gated, CostChange] = {}
@@ -179,23 +179,23 @@ def _outcome(
         if unlike := unlike_questions(*rows) + ([] if terms.relative_to or here else unlike_places(*rows)):
             return Outcome(key, "incomparable", tuple(unlike), limits=limits)
         errors = tuple(risen_errors(before, after, limits.error))
-        said += _accuracy(before, after, errors)
+        findings += _accuracy(before, after, errors)
         memory = tuple(memory_growth(before, after, limits.memory))
-        said += [("larger", memory_sentence(each)) for each in memory]
+        findings += [("larger", memory_sentence(each)) for each in memory]
         if key in changes:
             costs = changes[key]
             found = verdict_of(costs)
-            said += [(found, each) for each in time_sentences(costs, found)] or [(found, "")]
+            findings += [(found, each) for each in time_sentences(costs, found)] or [(found, "")]
             if found in ("slower", "faster"):
-                said += [(found, each) for each in clock_sentences(before, after)]
+                findings += [(found, each) for each in clock_sentences(before, after)]
         elif yardsticks.get(key[0]) != rows:
             names = ", ".join(map(str, terms.relative_to))
-            said.append(("incomparable", f"{names} was not measured on this case on both sides"))
+            findings.append(("incomparable", f"{names} was not measured on this case on both sides"))
         else:
-            said.append(("baseline", "the others' times are relative to it"))
-    verdict: RowVerdict = min((each for each, _ in said), key=VERDICTS.index, default="unmeasured")
-    said.sort(key=lambda each: VERDICTS.index(each[0]))
-    reasons = dict.fromkeys(reason for each, reason in said if reason and each in (verdict, *_FINDINGS))
+            findings.append(("baseline", "the others' times are relative to it"))
+    verdict: RowVerdict = min((each for each, _ in findings), key=VERDICTS.index, default="unmeasured")
+    findings.sort(key=lambda each: VERDICTS.index(each[0]))
+    reasons = dict.fromkeys(reason for each, reason in findings if reason and each in (verdict, *_FINDINGS))
     allowed = verdict == "missing" and terms.allows(key)
     return Outcome(key, verdict, tuple(reasons), costs, errors, memory, limits, allowed)
 

@@ -87,8 +87,8 @@ class Terms:
         limits = self.limits
         for each in self.thresholds:
             if matches(each.pattern, key):
-                said = {name: value for name in _FIELDS if (value := getattr(each, name)) is not None}
-                limits = replace(limits, **said)
+                overrides = {name: value for name in _FIELDS if (value := getattr(each, name)) is not None}
+                limits = replace(limits, **overrides)
         return limits
 
     def allows(self, key: Key) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from tabulate import tabulate
 
-from ..formatting import Style, prose, shown
+from ..formatting import Style, escape, prose
 from ..statistics import TimeVerdict
 from .regression import Outcome, Regression, RowVerdict
 from .sentences import share
@@ -36,8 +36,8 @@ def regression_text(regression: Regression, style: Style, width: int, every: boo
     ]
     rows.sort(key=lambda each: (not each.regressed, list(regression.counts).index(each.verdict)))
     alike = (f"{count} rows cannot be compared (--all lists them): {reason}." for reason, count in shared.items())
-    said = [shown(sentence, style) for sentence in (*_sentences(regression), *alike)]
-    parts = [*([_table(rows, style, width)] if rows else []), prose(said, style, bullets=True), conclusion(regression)]
+    lines = [escape(sentence, style) for sentence in (*_sentences(regression), *alike)]
+    parts = [*([_table(rows, style, width)] if rows else []), prose(lines, style, bullets=True), conclusion(regression)]
     return "\n\n".join(parts)
 
 
@@ -60,12 +60,12 @@ def conclusion(regression: Regression) -> str:
 
 def _table(outcomes: Sequence[Outcome], style: Style, width: int) -> str:
     cases, plans = (
-        [shown(each.key[0], style) for each in outcomes],
-        [shown(str(each.key[1]), style) for each in outcomes],
+        [escape(each.key[0], style) for each in outcomes],
+        [escape(str(each.key[1]), style) for each in outcomes],
     )
     verdicts = [_verdict(each) for each in outcomes]
     visible = ["" if each.visible is None else share(each.visible) for each in outcomes]
-    because = [shown("; ".join(each.reasons), style) for each in outcomes]
+    because = [escape("; ".join(each.reasons), style) for each in outcomes]
     if style == "markdown":
         columns = {"verdict": verdicts, "case": cases, "plan": plans, "visible": visible, "because": because}
         return tabulate(columns, headers="keys", tablefmt="github", disable_numparse=True)
@@ -100,8 +100,8 @@ def _sentences(regression: Regression) -> Iterator[str]:
     if suspects := sum(each.suspect and each.verdict == "uncertain" for each in regression.outcomes):
         yield f"{suspects} of the uncertain may be slower: a cost's 95% interval lies above 0."
     for cost in regression.terms.costs:
-        if said := _of_cost(regression, cost):
-            yield f"{cost}: {said}."
+        if summary := _of_cost(regression, cost):
+            yield f"{cost}: {summary}."
     if any(each.costs for each in regression.outcomes):
         yield "visible: the smallest slow-down that would have been found with 95%."
     if regression.differences:
@@ -119,8 +119,8 @@ def _of_cost(regression: Regression, cost: Gated) -> str:
     if not changes:
         return ""
     counted = Counter(each.verdict for each in changes)
-    said = ", ".join(f"{counted[verdict]} {verdict}" for verdict in _ORDER if counted[verdict])
-    return f"{said}, visible {_range(changes)}"
+    verdicts = ", ".join(f"{counted[verdict]} {verdict}" for verdict in _ORDER if counted[verdict])
+    return f"{verdicts}, visible {_range(changes)}"
 
 
 def _range(changes: Sequence[CostChange]) -> str:
@@ -140,12 +140,12 @@ def _uncertain(regression: Regression) -> Iterator[str]:
         if not worst:
             continue
         alike = all(each.limit == limit for each in worst)
-        said = f"{len(worst)} of {sum(map(bool, rows))} rows could not have shown a slow-down of "
-        said += f"{share(limit) if alike else 'their limit'} ({_range(worst)} would have been found)"
+        text = f"{len(worst)} of {sum(map(bool, rows))} rows could not have shown a slow-down of "
+        text += f"{share(limit) if alike else 'their limit'} ({_range(worst)} would have been found)"
         needed = max(cost.visible for row in rows for cost in row)
         offered = alike and limit < needed <= LARGEST_LIMIT
         whose = "the host's times of " if host else ""
-        yield whose + said + (f", {option} {math.ceil(needed * 100)}% would be certain" if offered else "")
+        yield whose + text + (f", {option} {math.ceil(needed * 100)}% would be certain" if offered else "")
     unknown = [each for each in regression.outcomes if each.verdict == "uncertain"]
     if empty := sum(all(cost.verdict != "uncertain" for cost in each.costs.values()) for each in unknown):
         yield f"{empty} of {len(regression.outcomes)} rows have no times to compare"

@@ -125,8 +125,8 @@ def judge_tensor(name: TensorName, value: Tensor, truth: Tensor, unit: float = 0
     heads = _ratio(error, torch.maximum(size, _LEAST_SHARE * _rms(size)))
     whole = _ratio(*(torch.linalg.vector_norm(x) for x in (error, size)))
     # One wait for the device: processes that share a GPU each wait for their turn.
-    said = torch.stack([whole, heads.amax(), rows.amax(), bias, (~finite).sum().to(torch.float64)])
-    relative, worst_head, worst_row, gain, nonfinite = said.tolist()
+    scalars = torch.stack([whole, heads.amax(), rows.amax(), bias, (~finite).sum().to(torch.float64)])
+    relative, worst_head, worst_row, gain, nonfinite = scalars.tolist()
     return Judgement(
         relative,
         Detail(

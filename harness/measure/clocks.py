@@ -147,7 +147,7 @@ class Watch:
         self._thread: threading.Thread | None = None
         self._gpu: Gpu | None = None
         self._reason: str | None = None
-        self._clock_is_told = False
+        self._clock_is_reported = False
 
     @property
     def note(self) -> str | None:
@@ -175,7 +175,7 @@ class Watch:
         ``tolerance``, relative; a median ignores the single outliers of a GPU at its power cap.  Also True if the GPU
         reports no clock: then there is nothing to wait for.
         """
-        if not self._clock_is_told:
+        if not self._clock_is_reported:
             return True
         with self._lock:
             readings = list(self._readings)[-_SETTLING:]
@@ -211,13 +211,13 @@ class Watch:
                 while not self._ended.wait(self.every):
                     self._read(gpu)
         finally:
-            self._clock_is_told = False
+            self._clock_is_reported = False
 
     def _read(self, gpu: Gpu) -> None:
         at = time.perf_counter()
         clock, memory, power, degrees = gpu.clock_mhz(), gpu.memory_mhz(), gpu.power_w(), gpu.temperature_c()
         reasons = gpu.clock_reasons()
-        self._clock_is_told = clock is not None
+        self._clock_is_reported = clock is not None
         if clock is memory is power is degrees is reasons is None:
             return  # no answer at all: gpu.silences has the reasons
         throttled = None if reasons is None else _throttles(reasons)

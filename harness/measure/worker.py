@@ -131,12 +131,12 @@ def _answer(served: object, method: str, arguments: tuple[object, ...]) -> Answe
     try:
         return Answer("done", getattr(served, method)(*arguments))
     except BaseException as error:
-        said, lost = in_one_line(error), is_out_of_memory(error)
+        message, lost = in_one_line(error), is_out_of_memory(error)
     # Outside the except block, where the traceback no longer keeps the failed call's tensors alive.
     broken = _broken()
     if broken is not None:
-        return Answer("crashed", said if said == broken else f"{said}; then {broken}", fatal=True)
-    return Answer("oom" if lost else "error", said)
+        return Answer("crashed", message if message == broken else f"{message}; then {broken}", fatal=True)
+    return Answer("oom" if lost else "error", message)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

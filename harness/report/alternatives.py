@@ -14,7 +14,7 @@ from .sentences import fastest
 __all__ = ["Key", "alternatives", "key_of", "sequences_key"]
 
 Key = tuple[AttentionSpec, SequenceLengths | None]
-_SAID: dict[BatchLayout, str] = {
+_DESCRIPTIONS: dict[BatchLayout, str] = {
     "packed": "packed",
     "padded": "in padded rows with lengths",
     "left-padded": "in left-padded rows with lengths",
@@ -43,20 +43,22 @@ def alternatives(rows: Iterable[Measurement]) -> Mapping[Key, str]:
         assert lengths is not None, "kept above"
         if best := fastest(own):
             same.setdefault(sequences_key(spec, lengths), {})[lengths.layout] = best[0]
-    said = {}
+    sentences = {}
     for layouts in same.values():
         for layout, own_best in layouts.items():
             others = [
-                _beside(own_best, layouts[other], other) for other in _SAID if other in layouts and other != layout
+                _beside(own_best, layouts[other], other)
+                for other in _DESCRIPTIONS
+                if other in layouts and other != layout
             ]
             if others and layout not in ("dense", "equal"):
-                said[key_of(own_best)] = f"Beside it, in times its call: {', '.join(others)}."
-    return said
+                sentences[key_of(own_best)] = f"Beside it, in times its call: {', '.join(others)}."
+    return sentences
 
 
 def _beside(best: Measurement, other: Measurement, layout: BatchLayout) -> str:
     times = number(other.median_ms() / best.median_ms())
-    return f"{_SAID[layout]} {times} ({number(other.median_ms())} ms, {other.plan})"
+    return f"{_DESCRIPTIONS[layout]} {times} ({number(other.median_ms())} ms, {other.plan})"
 
 
 def sequences_key(spec: AttentionSpec, lengths: SequenceLengths) -> tuple[object, ...]:

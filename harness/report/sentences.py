@@ -49,13 +49,13 @@ def families_of(rows: Iterable[Measurement]) -> list[str]:
 def sentences(rows: Sequence[Measurement]) -> list[str]:
     """The fastest plan within its bound, the most accurate one, those out of bounds, and other remarkable facts."""
     measured = by_call(rows)
-    said = [_fastest(measured)]
+    lines = [_fastest(measured)]
     narrow = [row for row in measured if row.plan.fp8]
     if narrow:
         best = min(narrow, key=_worst)
         worst, family = max((value, family) for family, value in worst_errors(best).items())
-        said.append(f"Most accurate in FP8: {best.plan}, at worst {error(worst)} ({family} inputs).")
-    return [*said, *_beyond(measured), *_astray(measured), *_costs(measured), *_truths(measured)]
+        lines.append(f"Most accurate in FP8: {best.plan}, at worst {error(worst)} ({family} inputs).")
+    return [*lines, *_beyond(measured), *_astray(measured), *_costs(measured), *_truths(measured)]
 
 
 def answer_of(rows: Sequence[Measurement]) -> dict[str, str]:
@@ -104,17 +104,17 @@ def _fastest(measured: Sequence[Measurement]) -> str:
         return "No plan stayed within its bound."
     first = tied[0]
     certain = "Fastest within its bound" if len(tied) == 1 else "Fastest within its bound, but not for certain"
-    said = f"{certain}: {first.plan}, {number(first.median_ms())} ms a call"
+    text = f"{certain}: {first.plan}, {number(first.median_ms())} ms a call"
     if len(tied) > 1:
         named = [f"{row.plan} ({number(row.median_ms())} ms{_within(first, row)})" for row in tied[1:_MOST_NAMED]]
         more = [f"{len(tied) - _MOST_NAMED} more"] if len(tied) > _MOST_NAMED else []
-        said += f"; {' and '.join(named + more)} may be as fast"
+        text += f"; {' and '.join(named + more)} may be as fast"
     rival = next((row for row in timed if _other_kind(row, tied)), None)
     if rival is None:
-        return f"{said}."
+        return f"{text}."
     kind = "FP8 plan" if rival.plan.fp8 else "plan without FP8"
     times = number(rival.median_ms() / first.median_ms())
-    return f"{said}; the fastest {kind}, {rival.plan}, takes {times} times as long."
+    return f"{text}; the fastest {kind}, {rival.plan}, takes {times} times as long."
 
 
 def _within(first: Measurement, other: Measurement) -> str:
@@ -135,8 +135,8 @@ def _beyond(measured: Sequence[Measurement]) -> list[str]:
         for row in beyond
         if row.check in (None, "error")
     ]
-    said = [f"Out of bounds: {', '.join(wide)}."] if wide else []
-    return said + [
+    lines = [f"Out of bounds: {', '.join(wide)}."] if wide else []
+    return lines + [
         f"Not what it should be: {row.plan}, by the check {row.check!r}: {row.reason}."
         for row in beyond
         if row.check not in (None, "error")
@@ -174,14 +174,14 @@ def _off(found: _Found) -> str:
 
 def _costs(measured: Sequence[Measurement]) -> list[str]:
     """Compile time and memory, which the time of a call does not show."""
-    said = []
+    lines = []
     first = max(((row.performance.first_ms or 0.0, str(row.plan)) for row in measured), default=(0.0, ""))
     if first[0] >= _LONG_RUN_MS:
-        said.append(f"Slowest first run, compiling included: {first[1]}, {first[0] / 1000:.1f} s.")
+        lines.append(f"Slowest first run, compiling included: {first[1]}, {first[0] / 1000:.1f} s.")
     if peak := _range(measured, lambda row: row.performance.memory_bytes):
         held = _range(measured, lambda row: row.performance.retained_bytes if row.spec.training else None)
-        said.append(f"Peak memory of a call: {peak}{f'; held for the backward: {held}' if held else ''}.")
-    return said
+        lines.append(f"Peak memory of a call: {peak}{f'; held for the backward: {held}' if held else ''}.")
+    return lines
 
 
 def _range(measured: Sequence[Measurement], of: Callable[[Measurement], int | None]) -> str:

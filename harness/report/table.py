@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from tabulate import tabulate
 
-from ..formatting import WIDTH, Style, error, number, shown, size
+from ..formatting import WIDTH, Style, error, escape, number, size
 from ..measure.accuracy import TensorName
 from ..measure.timing import COSTS, Cost
 from ..results.records import Measurement
@@ -46,7 +46,7 @@ def case_table(
     }
     marks = [" *" if row in marked else " !" if row.status == "inaccurate" else "" for row in measured]
     if style == "markdown":
-        plans = [f"{shown(str(row.plan), style)}{mark}" for row, mark in zip(measured, marks, strict=True)]
+        plans = [f"{escape(str(row.plan), style)}{mark}" for row, mark in zip(measured, marks, strict=True)]
         columns = {"plan": plans} | columns | _further(measured, flags)
         return in_markdown(columns)
     # The cell of the call says that a plan is emulated; a flag would need a line.
@@ -56,7 +56,7 @@ def case_table(
     left = WIDTH - sum(_GAP + max(len(name), _width(cells)) for name, cells in columns.items())
     several = len(families_of(measured)) > 1
     worst = [_worst(row, several) for row in measured]
-    columns["error"] = [textwrap.fill(shown(cell, style), max(_LEAST_WIDTH, left)) for cell in worst]
+    columns["error"] = [textwrap.fill(escape(cell, style), max(_LEAST_WIDTH, left)) for cell in worst]
     return ruled(columns, ["plan", "error"])
 
 
@@ -128,9 +128,9 @@ def _width(cells: Sequence[str]) -> int:
 def _further(measured: Sequence[Measurement], flags: Sequence[Sequence[Flag]]) -> dict[str, list[str]]:
     """The columns that only Markdown has."""
     families = families_of(measured)
-    columns = {"worst": [shown(_worst(row, True), "markdown") for row in measured]} if len(families) > 1 else {}
+    columns = {"worst": [escape(_worst(row, True), "markdown") for row in measured]} if len(families) > 1 else {}
     for family in families:
-        columns[f"on {shown(family, 'markdown')}"] = [_error(row, family, _off(row, family)) for row in measured]
+        columns[f"on {escape(family, 'markdown')}"] = [_error(row, family, _off(row, family)) for row in measured]
     costs = [row.performance for row in measured]
     return columns | {
         "first run": ["" if each.first_ms is None else number(each.first_ms) for each in costs],

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from attnbench.kernels.plan import backend_of, precision_of
 
-from ..formatting import WIDTH, Style, heading, prose, shown
+from ..formatting import WIDTH, Style, escape, heading, prose
 from ..results.records import Measurement, Status
 from .alternatives import alternatives, key_of
 from .flags import FLAGS, MEANINGS, Flag, flags, highest_clock
@@ -48,9 +48,9 @@ def report(rows: Sequence[Measurement], style: Style) -> str:
             own = [flags(row, highest) for row in measured]
             seen.update(*own)
             others = beside.get(key_of(group[0]))
-            said = [shown(sentence, style) for sentence in (*sentences(group), *([others] if others else []))]
+            lines = [escape(sentence, style) for sentence in (*sentences(group), *([others] if others else []))]
             table = case_table(measured, fastest(measured), own, style)
-            parts += [heading(shown(case, style), style), table, prose(said, style)]
+            parts += [heading(escape(case, style), style), table, prose(lines, style)]
     parts.append(_passed_over(rows, style))
     parts.append(prose(_legend([row for row in rows if row.measured], seen), style))
     answer = _answer(rows, style)
@@ -63,18 +63,18 @@ def _answer(rows: Sequence[Measurement], style: Style) -> str:
     answers = [answer for group in _by_case(rows).values() if (answer := answer_of(group))]
     if len(answers) < 2:
         return ""
-    columns = {name: [shown(answer[name], style) for answer in answers] for name in answers[0]}
+    columns = {name: [escape(answer[name], style) for answer in answers] for name in answers[0]}
     if style == "text":
         others = sum(2 + max(map(len, (name, *cells))) for name, cells in columns.items() if name != "case")
         columns["case"] = [textwrap.fill(case, max(_LEAST_CASE, WIDTH - others)) for case in columns["case"]]
     words = ("case", "fastest within its bound", "the other kind")
     parts = [heading("Summary", style), in_markdown(columns) if style == "markdown" else ruled(columns, words)]
-    said = []
+    notes = []
     if any(answer["fastest within its bound"].endswith("?") for answer in answers):
-        said.append("?: not for certain, another plan may be as fast.")
+        notes.append("?: not for certain, another plan may be as fast.")
     if any(answer["the other kind"] for answer in answers):
-        said.append("The last column is how many times as long the fastest plan takes that is in FP8, or without it.")
-    parts += [prose(said, style)] if said else []
+        notes.append("The last column is how many times as long the fastest plan takes that is in FP8, or without it.")
+    parts += [prose(notes, style)] if notes else []
     return "\n\n".join(parts)
 
 
@@ -82,11 +82,11 @@ def _legend(measured: Sequence[Measurement], seen: set[Flag]) -> list[str]:
     """The explanations that the tables need."""
     if not measured:
         return []
-    said = [_LEGEND]
+    lines = [_LEGEND]
     if any(spread(row) for row in measured):
-        said.append(_PRECISION)
-    said += [f"{flag}: {MEANINGS[flag]}." for flag in FLAGS if flag in seen]
-    return said
+        lines.append(_PRECISION)
+    lines += [f"{flag}: {MEANINGS[flag]}." for flag in FLAGS if flag in seen]
+    return lines
 
 
 def _passed_over(rows: Sequence[Measurement], style: Style) -> str:
@@ -112,11 +112,11 @@ def _passed_over(rows: Sequence[Measurement], style: Style) -> str:
         more = (first.reason or "").partition("; ")[2]
         if status in _FAILURES and more:
             line += f"; {more}" if len(group) == 1 else f"; first {first.plan} on {first.case}: {more}"
-        lines.append(shown(line, style))
-    said = [heading("Not measured", style), prose(lines, style, bullets=True)]
+        lines.append(escape(line, style))
+    parts = [heading("Not measured", style), prose(lines, style, bullets=True)]
     if any(status == "unavailable" for status, _ in causes):
-        said.append(prose([_ADD], style))
-    return "\n\n".join(said)
+        parts.append(prose([_ADD], style))
+    return "\n\n".join(parts)
 
 
 def _cause(row: Measurement) -> str:

@@ -210,10 +210,10 @@ def _united(parts: Sequence[Part]) -> list[Measurement]:
                         f"{', '.join(row.error)} in {where}; these are parts of different sweeps"
                     )
             before, elsewhere = first.setdefault(row.key, (row, where))
-            if said := _contradiction(before, row):
+            if contradiction := _contradiction(before, row):
                 raise MisuseError(
                     f"the case {row.case!r} with the plan {row.plan} stands in {elsewhere}, and otherwise in {where}: "
-                    f"{said}; leave one of them out"
+                    f"{contradiction}; leave one of them out"
                 )
     return [row for row, _ in first.values()]
 

@@ -260,8 +260,8 @@ _FORM = Form(
 )
 
 
-def _warn(said: str) -> None:
-    warnings.warn(said, AttnbenchWarning, stacklevel=4)
+def _warn(message: str) -> None:
+    warnings.warn(message, AttnbenchWarning, stacklevel=4)
 
 
 def read_measurements(path: Path, torn: Callable[[str], None] = _warn) -> Iterator[Measurement]:

@@ -57,8 +57,8 @@ class Store:
         try:
             ours = self._lock.acquire()
         except OSError as error:
-            said = f"{self.folder} cannot be locked: {error.strerror}; name a folder on another disk"
-            raise OutputError(said) from error
+            message = f"{self.folder} cannot be locked: {error.strerror}; name a folder on another disk"
+            raise OutputError(message) from error
         if not ours:
             raise MisuseError(f"another sweep is writing {self.folder}; wait for it or name another folder with --out")
         if measurements_file(self.folder) != self.path:
@@ -108,8 +108,8 @@ class Store:
         seen: dict[tuple[str, Plan], int] = {}
         for number, row in enumerate(self.rows, start=1):
             if row.key in seen:
-                said = f"expected each case and plan once, line {seen[row.key]} has these too"
-                raise MalformedFileError(self.path, said, number)
+                message = f"expected each case and plan once, line {seen[row.key]} has these too"
+                raise MalformedFileError(self.path, message, number)
             seen[row.key] = number
         for found in dict.fromkeys(row.environment for row in self.rows):
             hard, soft = found.differences(environment)

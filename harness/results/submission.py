@@ -119,10 +119,10 @@ def table_faults(table: Table, known: Registry, names: Collection[str] = ()) -> 
             unknown[plan] = str(error)
     faults += dict.fromkeys(unknown.values())
     for entry in entries:
-        said = list(_entry_faults(entry, table.environment.device_name, own))
+        reasons = list(_entry_faults(entry, table.environment.device_name, own))
         if entry.plan not in unknown and known.emulated(entry.plan, "cuda"):
-            said.append(_EMULATED)
-        faults += [f"{entry.spec}, {entry.plan}: {each}" for each in said]
+            reasons.append(_EMULATED)
+        faults += [f"{entry.spec}, {entry.plan}: {each}" for each in reasons]
     shapes = [
         spec
         for spec in table.specs
@@ -194,8 +194,8 @@ def _order(row: Measurement) -> tuple[datetime, str, str]:
 def _mixed(rows: Sequence[Measurement], newest: Environment) -> list[str]:
     """What forbids to mix the rows, each as one sentence."""
     others = dict.fromkeys(row.environment for row in rows if row.environment != newest)
-    found = dict.fromkeys(said for each in others for said in each.differences(newest)[0])
-    return [f"measured in environments that must not be mixed: {said}" for said in found]
+    found = dict.fromkeys(difference for each in others for difference in each.differences(newest)[0])
+    return [f"measured in environments that must not be mixed: {difference}" for difference in found]
 
 
 def _changed(commit: str | None) -> str:

@@ -247,9 +247,9 @@ class DeviceSweep:
             try:
                 row = measured_row(case, plan, opened, first, gathered, findings, gpu, started, self.setup)
             except ValidationError as error:  # a number outside a record's range costs only this row
-                said = error.errors(include_url=False, include_input=False)[0]
-                where = ".".join(map(str, said["loc"]))
-                lost[plan] = LostError("error", f"no record holds its {where}: {said['msg']}", died=False)
+                detail = error.errors(include_url=False, include_input=False)[0]
+                where = ".".join(map(str, detail["loc"]))
+                lost[plan] = LostError("error", f"no record holds its {where}: {detail['msg']}", died=False)
             else:
                 yield row
 

@@ -69,20 +69,20 @@ def _fork(
 ) -> None:
     end, log, report = descriptors
     server = os.getpid()
-    told: Connection[int, Any] = Connection(report)
+    sender: Connection[int, Any] = Connection(report)
     try:
         pid = os.fork()
     except OSError as error:  # too many processes
         os.write(log, f"OSError: {error}".encode())
-        told.close()  # by which the parent knows
+        sender.close()  # by which the parent knows
     else:
         if pid == 0:
-            _become_worker(end, log, server, [told, *inherited])
+            _become_worker(end, log, server, [sender, *inherited])
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)  # as the process does itself: whoever kills the group may come before that
-        reports[pid] = told
+        reports[pid] = sender
         with contextlib.suppress(OSError):  # the parent no longer wants to know
-            told.send(pid)
+            sender.send(pid)
     os.close(end)
     os.close(log)
 
@@ -118,5 +118,5 @@ def _report_ends(reports: dict[int, Connection[int, Any]]) -> None:
     for pid in list(reports):
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
-            with reports.pop(pid) as told, contextlib.suppress(OSError):  # the parent no longer wants to know
-                told.send(os.waitstatus_to_exitcode(status))
+            with reports.pop(pid) as sender, contextlib.suppress(OSError):  # the parent no longer wants to know
+                sender.send(os.waitstatus_to_exitcode(status))

@@ -33,8 +33,8 @@ _PATIENT = {"OMP_WAIT_POLICY": "passive"}
 class Forked:
     """A process that the server forks, used as a ``subprocess.Popen`` is."""
 
-    def __init__(self, told: Connection[Any, int]) -> None:
-        self._told = told
+    def __init__(self, receiver: Connection[Any, int]) -> None:
+        self._receiver = receiver
         self._numbers: list[int] = []
         self._lock = threading.Lock()
 
@@ -60,10 +60,10 @@ class Forked:
         """Whether the server has sent so many numbers."""
         with self._lock:
             while len(self._numbers) < count:
-                if not self._told.poll(timeout):
+                if not self._receiver.poll(timeout):
                     raise subprocess.TimeoutExpired("fork", timeout)
                 try:
-                    self._numbers.append(self._told.recv())
+                    self._numbers.append(self._receiver.recv())
                 except (EOFError, OSError):  # the server has ended, or died
                     return False
             return True
@@ -75,13 +75,13 @@ def fork(user: object, module: str, connection: Connection[Any, Any], end: socke
     Does not wait for the process.  The server, and with it the environment that torch was imported in, lives until it
     is released by every ``user``.  Raises OSError.
     """
-    told, telling = Pipe(duplex=False)
-    with telling, contextlib.ExitStack() as opened:
-        opened.enter_context(told)
-        _SERVER.request(user, [end.fileno(), log, telling.fileno()])
+    receiver, sender = Pipe(duplex=False)
+    with sender, contextlib.ExitStack() as opened:
+        opened.enter_context(receiver)
+        _SERVER.request(user, [end.fileno(), log, sender.fileno()])
         connection.send((module, sys.path, _environ()))
         opened.pop_all()
-    return Forked(told)
+    return Forked(receiver)
 
 
 def release(user: object) -> None:

@@ -80,8 +80,8 @@ def measured_row(
     """The row of a plan that was timed and judged.  A time above the device's peak gives an ``error`` row."""
     share = peak_share(plan, case.spec, samples.time_ms, setup.environment.device_name, case.flops)
     if share is not None and share > 1:
-        said = f"{share:.0%} of the device's peak: the time or the count of operations is wrong"
-        return unmeasured_row(case, plan, "error", [said], setup, prepared.ran, "peak")
+        reason = f"{share:.0%} of the device's peak: the time or the count of operations is wrong"
+        return unmeasured_row(case, plan, "error", [reason], setup, prepared.ran, "peak")
     bound = setup.bound(plan, case)
     settled = findings.settled and samples.late_ms < LATE_MS
     verdict = judge(replace(findings, bound=bound, settled=settled))

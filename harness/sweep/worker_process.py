@@ -131,16 +131,16 @@ class Worker:
         kills = _system_kills()
         try:
             if not process.connection.poll(seconds):
-                _, said = self._end(process, 0.0)
-                raise LostError("timeout", f"no answer within {seconds:g} s{said}", died=True)
+                _, output = self._end(process, 0.0)
+                raise LostError("timeout", f"no answer within {seconds:g} s{output}", died=True)
             answer = Answer(*process.connection.recv())
         except (EOFError, OSError):  # OSError where it died in the middle of an answer
-            code, said = self._end(process, _DYING_SECONDS)
+            code, output = self._end(process, _DYING_SECONDS)
             if code == -signal.SIGKILL and _system_kills() > kills:
                 raise LostError(
-                    "oom", f"the system ran out of memory and killed the process{said}", died=True
+                    "oom", f"the system ran out of memory and killed the process{output}", died=True
                 ) from None
-            raise LostError("crashed", f"the process {_ending(code)}{said}", died=True) from None
+            raise LostError("crashed", f"the process {_ending(code)}{output}", died=True) from None
         if answer.status == "done":
             return answer.value
         reason = str(answer.value)
@@ -157,11 +157,11 @@ class Worker:
         code: int | None = None
         with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold it beyond a signal
             code = process.child.wait(_DYING_SECONDS)
-        said = _last_output(process.log)
+        output = _last_output(process.log)
         process.connection.close()
         process.log.close()
         self._process = None
-        return code, said
+        return code, output
 
 
 def _ending(code: int | None) -> str:

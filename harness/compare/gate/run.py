@@ -47,7 +47,7 @@ class GateRun:
     base: Mapping[Key, Measurement]
     new: Mapping[Key, Measurement]
     rounds: list[Rounds]
-    said: str
+    summary: str
 
 
 def run_gate(
@@ -93,9 +93,9 @@ def run_gate(
     regression = outcomes(wanted, new, running, terms)
     regression = replace(regression, advice=_advice(running, minutes, recorded))
     left = len(known) - len(wanted)
-    said = f"{len(wanted)} rows gated in {(time.monotonic() - start) / 60:.1f} minutes"
-    said += f", {left} others of BASE not" if left else ""
-    return GateRun(regression, wanted, new, rounds_of(running), said)
+    summary = f"{len(wanted)} rows gated in {(time.monotonic() - start) / 60:.1f} minutes"
+    summary += f", {left} others of BASE not" if left else ""
+    return GateRun(regression, wanted, new, rounds_of(running), summary)
 
 
 def _known(rows: Mapping[Key, Measurement], cases: Collection[str], base: Path) -> dict[Key, Measurement]:

@@ -151,11 +151,11 @@ class AttentionBenchmark:
         if row.measured:
             self._report(row, cost, place, verdict)
         subject = f"{row.plan} on {spec}, {place}"
-        said = f"{subject}: {row.status}, {row.reason}"
+        message = f"{subject}: {row.status}, {row.reason}"
         if optional and row.status in ("refused", "unavailable"):
-            pytest.skip(said)
+            pytest.skip(message)
         if row.status != "ok":
-            pytest.fail(said, pytrace=False)
+            pytest.fail(message, pytrace=False)
         if verdict is not None and verdict.fault is not None:
             pytest.fail(f"{subject}: {verdict.fault}", pytrace=False)
         return row
@@ -185,8 +185,8 @@ class AttentionBenchmark:
         if self._gatekeeper is None or row.status != "ok":
             return None
         if self._benchmark.disabled:
-            said = "--attention-base-python gates nothing where benchmarks are disabled"
-            warnings.warn(AttnbenchWarning(said), stacklevel=3)
+            message = "--attention-base-python gates nothing where benchmarks are disabled"
+            warnings.warn(AttnbenchWarning(message), stacklevel=3)
             return None
         _quiesce()
         return self._gatekeeper.judge(row, cost, device)

@@ -70,10 +70,10 @@ class Gatekeeper:
         if outcome.certain:
             return None
         uncertain = outcome.verdict == "uncertain"
-        said = list(outcome.reasons if uncertain else time_sentences(outcome.costs, "uncertain"))
+        reasons = list(outcome.reasons if uncertain else time_sentences(outcome.costs, "uncertain"))
         if row.lost is None:
-            said.append(self._remedy(row))
-        return f"not certain whether it is slower: {'; '.join(said)}"
+            reasons.append(self._remedy(row))
+        return f"not certain whether it is slower: {'; '.join(reasons)}"
 
     def _remedy(self, row: GateRow) -> str:
         """What would make the result certain."""

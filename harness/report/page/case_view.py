@@ -45,7 +45,7 @@ class CaseView:
     """``command`` contains ``plan``, which any other plan may replace; ``note`` says why there is no command."""
 
     case: Case
-    said: list[str]
+    remarks: list[str]
     lines: list[Line]
     missing: list[Missing]
     command: str
@@ -57,16 +57,16 @@ def view(case: Case, highest_mhz: float | None, beside: Mapping[Key, str]) -> Ca
     """``highest_mhz`` is the highest clock that the machine's sweeps saw (attnbench.harness.report.flags), ``beside``
     what the other layouts of sequences cost (attnbench.harness.report.alternatives).
     """
-    said = sentences(case.measured) if case.measured else []
-    said += [beside[key] for key in dict.fromkeys(map(key_of, case.measured)) if key in beside]
+    remarks = sentences(case.measured) if case.measured else []
+    remarks += [beside[key] for key in dict.fromkeys(map(key_of, case.measured)) if key in beside]
     if len(case.sources) > 1:
         counts = ", ".join(f"{name} ({count})" for name, count in case.sources.items())
-        said.append(f"The measured rows are those of several sweeps, the newest of each plan: {counts}.")
+        remarks.append(f"The measured rows are those of several sweeps, the newest of each plan: {counts}.")
     command, note = sweep_command(case.rows)
     first = case.answer.plan or (case.measured or case.rows)[0].plan
     return CaseView(
         case=case,
-        said=said,
+        remarks=remarks,
         lines=[_line(case, row, highest_mhz) for row in case.measured],
         missing=_missing(case),
         command=command.replace(PLAN, str(first)),

@@ -34,7 +34,7 @@ __all__ = ["PLAN", "sweep_command", "train_command"]
 PLAN = "PLAN"  # the place of a plan in the command of its case
 _FILE = "case.yaml"
 _ORDINARY = re.compile(r"[\w./:=@%+,>~ -]+", re.ASCII)
-_SAID = ("model", "size", "steps", "seed", "attention")  # in places of their own
+_EXPLICIT = ("model", "size", "steps", "seed", "attention")  # in places of their own
 
 
 def sweep_command(rows: Sequence[Measurement]) -> tuple[str, str | None]:
@@ -124,23 +124,23 @@ def train_command(arm: Arm, baseline: Arm | None) -> str:
         usual = TrainConfig.make(config.model, size=config.size, steps=config.steps).to_dict()
     except AttnbenchError:
         return ""
-    said = [f"--model={config.model}", f"--size={config.size}", f"--steps={config.steps}"]
+    arguments = [f"--model={config.model}", f"--size={config.size}", f"--steps={config.steps}"]
     for name, value in config.to_dict().items():
-        if name in _SAID or value == usual.get(name) or value is None:
+        if name in _EXPLICIT or value == usual.get(name) or value is None:
             continue
-        said.append(f"--{name.replace('_', '-')}" if value is True else f"--{name.replace('_', '-')}={value}")
+        arguments.append(f"--{name.replace('_', '-')}" if value is True else f"--{name.replace('_', '-')}={value}")
     if config.attention != OWN:
-        said.append(f"--attention={config.attention}")
+        arguments.append(f"--attention={config.attention}")
     if baseline is not None:
         rival = baseline.first.settings
-        said.append(f"--compare={rival['attention']}")
+        arguments.append(f"--compare={rival['attention']}")
         if rival.get("linears") != config.linears:
-            said.append(f"--compare-linears={rival.get('linears')}")
-    said += [f"--seeds={len(arm.runs)}", f"--seed={config.seed}"]
+            arguments.append(f"--compare-linears={rival.get('linears')}")
+    arguments += [f"--seeds={len(arm.runs)}", f"--seed={config.seed}"]
     if arm.first.environment.device_type == "cpu":
-        said.append("--device=cpu")
-    if not all(_ORDINARY.fullmatch(word) for word in said):
+        arguments.append("--device=cpu")
+    if not all(_ORDINARY.fullmatch(word) for word in arguments):
         return ""
-    command = " ".join(["attnbench train", *(shlex.quote(word) for word in said)])
+    command = " ".join(["attnbench train", *(shlex.quote(word) for word in arguments)])
     world = arm.first.world
     return command if world == 1 else f"torchrun --nproc-per-node {world} -m {command} --out training"

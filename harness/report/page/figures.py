@@ -17,7 +17,7 @@ import numpy as np
 from attnbench.choosing.regret import Asked
 from attnbench.kernels.plan import Plan, backend_of
 
-from ...formatting import shown
+from ...formatting import escape
 from ...training.judge.arms import Arm, compare_arms
 from ...training.judge.curves import gap_curve, smooth, window_of
 from ...training.judge.learning import TOLERANCE
@@ -214,7 +214,7 @@ def loss_figure(arms: Sequence[Arm]) -> Figure:
         panels = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
         colours = {id(arm): _LIGHT[f"h{place % OTHERS}"] for place, arm in enumerate(arms)}
         for arm in arms:
-            label: str | None = shown(arm.label, "text")[:_LONGEST_LABEL]
+            label: str | None = escape(arm.label, "text")[:_LONGEST_LABEL]
             for run in arm.runs:
                 if finite := [value for value in run.loss if np.isfinite(value)]:
                     line = "--" if arm.baseline else "-"

@@ -29,22 +29,22 @@ def fixed_of(machine: Machine, known: Registry) -> list[Fixed]:
 
 def headlines(machine: Machine, fixed: Sequence[Fixed]) -> list[tuple[str, str]]:
     """(topic, sentence) pairs, the most important first."""
-    said = []
+    entries = []
     for direction in DIRECTIONS:
         cases = [case for case in machine.of(direction) if case.answer.plan is not None]
         if cases:
-            said.append((f"Who wins, {direction}", _winners(cases)))
+            entries.append((f"Who wins, {direction}", _winners(cases)))
     paid = [text for direction in DIRECTIONS if (text := _pays(machine, direction))]
     if paid:
-        said.append(("Does FP8 pay", " ".join(paid)))
+        entries.append(("Does FP8 pay", " ".join(paid)))
     if trap := _traps(machine):
-        said.append(("Fast but wrong", trap))
+        entries.append(("Fast but wrong", trap))
     saved = [text for direction in DIRECTIONS if (text := _saved(fixed, direction))]
     if saved:
-        said.append(("What choosing saves", " ".join(saved)))
+        entries.append(("What choosing saves", " ".join(saved)))
     if any(row.emulated for case in machine.cases for row in case.measured):
-        said.append(("Emulated plans", _EMULATION))
-    return said
+        entries.append(("Emulated plans", _EMULATION))
+    return entries
 
 
 def _winners(cases: Sequence[Case]) -> str:
@@ -52,21 +52,21 @@ def _winners(cases: Sequence[Case]) -> str:
     wide = Counter(short(plan) for case in cases if (plan := case.answers[WIDE].plan)).most_common()
     tight = sum(case.answer.margin is not None and case.answer.margin.inside_noise for case in cases)
     bounds = sorted({DEFAULT.budget(case.spec) for case in cases})
-    said = f"Within an error of {' or '.join(f'{bound:g}' for bound in bounds)}, {_count_text(won, len(cases))}."
+    text = f"Within an error of {' or '.join(f'{bound:g}' for bound in bounds)}, {_count_text(won, len(cases))}."
     if wide and wide[0][0] != won[0][0]:
-        said += f" Without FP8, {_count_text(wide, len(cases))}."
+        text += f" Without FP8, {_count_text(wide, len(cases))}."
     if tight:
-        said += f" At {tight} the runner-up lies within the noise."
-    return said
+        text += f" At {tight} the runner-up lies within the noise."
+    return text
 
 
 def _count_text(won: Sequence[tuple[str, int]], total: int) -> str:
     first, others = won[0], won[1:_NAMED]
-    said = f"{first[0]} wins at {first[1]} of {total} {'shape' if total == 1 else 'shapes'}"
+    text = f"{first[0]} wins at {first[1]} of {total} {'shape' if total == 1 else 'shapes'}"
     if others:
-        said += f", {', '.join(f'{plan} at {count}' for plan, count in others)}"
+        text += f", {', '.join(f'{plan} at {count}' for plan, count in others)}"
     left = sum(count for _, count in won[_NAMED:])
-    return f"{said}, others at {left}" if left else said
+    return f"{text}, others at {left}" if left else text
 
 
 def _pays(machine: Machine, direction: Direction) -> str:

@@ -8,7 +8,7 @@ from tabulate import tabulate
 
 from attnbench.problem.spec import Direction
 
-from ...formatting import error, heading, shown
+from ...formatting import error, escape, heading
 from .machines import Case
 from .plan_summaries import PlanSummary
 from .shapes import Grid, short
@@ -33,7 +33,7 @@ def _cell(case: Case) -> str:
     plan = case.answer.plan
     if plan is None:
         return "none"
-    name, speed = shown(short(plan), "markdown"), case.speed(plan)
+    name, speed = escape(short(plan), "markdown"), case.speed(plan)
     if not plan.fp8:
         return name
     return f"**{name}**{'' if speed is None else f' {speed:.2f}×'}"
@@ -45,7 +45,7 @@ def summaries_markdown(found: Sequence[tuple[Direction, Sequence[PlanSummary]]])
     for direction, summaries in found:
         rows = [
             {
-                "plan": shown(short(each.plan), "markdown"),
+                "plan": escape(short(each.plan), "markdown"),
                 "wins": str(each.wins),
                 "shapes": str(each.cases),
                 "not accurate enough": str(each.inaccurate),

@@ -19,7 +19,7 @@ from attnbench.kernels.plan import Plan, backend_of
 from attnbench.kernels.registry import Registry
 from attnbench.tables.environment import Environment
 
-from ...formatting import error, number, shown, size
+from ...formatting import error, escape, number, size
 from ...measure.timing import Cost
 from ...results.records import Measurement
 from ...training.judge.arms import Arm, arms_of, compare_arms, kinds_of, title_of
@@ -102,7 +102,7 @@ def _printable(value: Any) -> Any:
     """Makes every text of the template printable before it is escaped."""
     if value is None:
         return ""
-    return shown(value, "text") if isinstance(value, str) and not hasattr(value, "__html__") else value
+    return escape(value, "text") if isinstance(value, str) and not hasattr(value, "__html__") else value
 
 
 def _part(name: str) -> str:
@@ -216,7 +216,7 @@ def _kind(runs: Sequence[TrainingRun], place: int, sheet: Sheet) -> dict[str, An
     arms = arms_of(runs)
     found = compare_arms(arms)
     rivals: dict[int, tuple[Arm, Any]] = {id(arm): (baseline, learning) for arm, baseline, learning in found}
-    title = shown(title_of(arms), "text")
+    title = escape(title_of(arms), "text")
     label = (
         f"{title}: loss by step of every run; below, each candidate's gap to its baseline. The table holds the ends."
     )

@@ -29,8 +29,8 @@ class Grid:
     @property
     def title(self) -> str:
         """What the cases have in common."""
-        said = "Forward" if self.direction == "forward" else "Training, forward and backward"
-        return said if self.square else f"{said}: queries × keys"
+        label = "Forward" if self.direction == "forward" else "Training, forward and backward"
+        return label if self.square else f"{label}: queries × keys"
 
 
 def grids_of(machine: Machine) -> list[Grid]:

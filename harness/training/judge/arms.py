@@ -132,12 +132,12 @@ def kinds_of(runs: Sequence[TrainingRun]) -> list[list[TrainingRun]]:
 
 def title_of(arms: Sequence[Arm]) -> str:
     """The model, data and device; for many kinds of arms the first three."""
-    said = dict.fromkeys(
+    titles = dict.fromkeys(
         f"{run.settings.get('model')} {run.settings.get('size')}, {run.settings.get('seqlen')} tokens a sample, batch "
         f"{run.settings.get('batch')}, {run.settings.get('steps')} steps on {run.environment.device_name}"
         for run in (arm.first for arm in arms)
     )
-    return "; ".join(list(said)[:3]) + ("; ..." if len(said) > 3 else "")
+    return "; ".join(list(titles)[:3]) + ("; ..." if len(titles) > 3 else "")
 
 
 def compare_arms(arms: Sequence[Arm]) -> list[tuple[Arm, Arm, Learning]]:
@@ -192,14 +192,14 @@ def _differences(one: TrainingRun, other: TrainingRun) -> int:
 
 
 def _label(run: TrainingRun, varying: Sequence[str], machines: bool, time: int) -> str:
-    said = str(run.settings["attention"])
+    label = str(run.settings["attention"])
     if run.settings.get("fp8"):
-        said += " fp8"
+        label += " fp8"
     if run.settings.get("max_error") is not None:
-        said += f" max_error={run.settings['max_error']}"
-    said += "".join(f" {name}={run.settings[name]}" for name in varying if name in run.settings)
+        label += f" max_error={run.settings['max_error']}"
+    label += "".join(f" {name}={run.settings[name]}" for name in varying if name in run.settings)
     if machines or run.world > 1:
-        said += f" on {f'{run.world} × ' if run.world > 1 else ''}{run.environment.device_name}"
+        label += f" on {f'{run.world} × ' if run.world > 1 else ''}{run.environment.device_name}"
     if time > 1:
-        said += f" #{time}"
-    return said
+        label += f" #{time}"
+    return label

@@ -190,22 +190,22 @@ def _judge(pairs: Sequence[Pair]) -> Learning:
 def _by_gap(
     gap: float, low: float, high: float, band: tuple[float, float], pairs: int, steps: int
 ) -> tuple[LearningVerdict, str]:
-    said = f"the gap is {change(gap)}"
+    gap_text = f"the gap is {change(gap)}"
     if steps < LEAST_STEPS:  # while the loss falls steeply, a moment's delay is a large gap
-        return "inconclusive", f"{said} after {steps} steps; {LEAST_STEPS} are needed"
+        return "inconclusive", f"{gap_text} after {steps} steps; {LEAST_STEPS} are needed"
     if gap > TOLERANCE and low > 0:
-        return "degraded", f"{said}, more than {TOLERANCE:.2%}, and above zero with {CONFIDENCE:.0%} confidence"
+        return "degraded", f"{gap_text}, more than {TOLERANCE:.2%}, and above zero with {CONFIDENCE:.0%} confidence"
     if pairs < LEAST_SEEDS:
-        return "inconclusive", f"{said}, of {pairs} seeds; {LEAST_SEEDS} are needed"
+        return "inconclusive", f"{gap_text}, of {pairs} seeds; {LEAST_SEEDS} are needed"
     if abs(gap) > TOLERANCE:
-        return "inconclusive", f"{said}, beyond {TOLERANCE:.2%}, and may be chance or no loss at all"
+        return "inconclusive", f"{gap_text}, beyond {TOLERANCE:.2%}, and may be chance or no loss at all"
     if not band[0] - _ROUNDING <= gap <= band[1] + _ROUNDING:
-        return "inconclusive", f"{said}, outside the baseline's own {change(band[0])} to {change(band[1])}"
+        return "inconclusive", f"{gap_text}, outside the baseline's own {change(band[0])} to {change(band[1])}"
     if max(-low, high) > 2 * TOLERANCE:
-        return "inconclusive", f"{said}, but may be {change(low)} to {change(high)}: the seeds differ too much"
+        return "inconclusive", f"{gap_text}, but may be {change(low)} to {change(high)}: the seeds differ too much"
     return (
         "equivalent",
-        f"{said}, within {TOLERANCE:.2%} and inside the baseline's own {change(band[0])} to {change(band[1])}",
+        f"{gap_text}, within {TOLERANCE:.2%} and inside the baseline's own {change(band[0])} to {change(band[1])}",
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from tabulate import tabulate
 
-from ...formatting import Style, change, heading, number, prose, shown, size
+from ...formatting import Style, change, escape, heading, number, prose, size
 from ...results.visits import groups
 from ...statistics import Noise, compare, median_interval
 from ..judge.arms import Arm, arms_of, compare_arms, scaling_efficiency, title_of
@@ -36,7 +36,7 @@ def report(runs: Sequence[TrainingRun], style: Style) -> str:
         return "No runs."
     found = compare_arms(arms)
     verdicts = [_verdict(arm, baseline, learning, style) for arm, baseline, learning in found]
-    parts = [heading(shown(title_of(arms), style), style)]
+    parts = [heading(escape(title_of(arms), style), style)]
     parts.append(prose(verdicts, style, bullets=len(verdicts) > 1) if verdicts else "")
     parts.append(_table(arms, {arm.label: learning for arm, _, learning in found}, style))
     parts.append(_remarks(arms, style))
@@ -58,17 +58,17 @@ def offers_of(arms: Sequence[Arm]) -> list[Offer]:
 
 
 def _verdict(arm: Arm, baseline: Arm, learning: Learning, style: Style) -> str:
-    said = f"{shown(arm.label, style)} against {shown(baseline.label, style)}: "
-    said += f"**{learning.verdict}**" if style == "markdown" else learning.verdict.upper()
-    said += f", {shown(learning.reason, style)} ({learning.pairs} {'seed' if learning.pairs == 1 else 'seeds'})."
+    text = f"{escape(arm.label, style)} against {escape(baseline.label, style)}: "
+    text += f"**{learning.verdict}**" if style == "markdown" else learning.verdict.upper()
+    text += f", {escape(learning.reason, style)} ({learning.pairs} {'seed' if learning.pairs == 1 else 'seeds'})."
     if lacking := seeds_lacking(learning):
-        said += f" If it loses nothing, {lacking} seeds that scatter like these show it in 9 of 10 cases."
-    said += _speed(arm, baseline)
+        text += f" If it loses nothing, {lacking} seeds that scatter like these show it in 9 of 10 cases."
+    text += _speed(arm, baseline)
     if learning.gradient_ratio is not None and not math.isclose(learning.gradient_ratio, 1, abs_tol=0.1):
-        said += f" Its gradient norm is {number(learning.gradient_ratio)} times the baseline's in the median step."
+        text += f" Its gradient norm is {number(learning.gradient_ratio)} times the baseline's in the median step."
     if learning.spikes[0] > learning.spikes[1]:
-        said += f" Its loss spiked {learning.spikes[0]} times, the baseline's {learning.spikes[1]} times."
-    return said
+        text += f" Its loss spiked {learning.spikes[0]} times, the baseline's {learning.spikes[1]} times."
+    return text
 
 
 def _speed(arm: Arm, baseline: Arm) -> str:
@@ -92,7 +92,7 @@ def _table(arms: Sequence[Arm], learnings: Mapping[str, Learning], style: Style)
         scaling = scaling_efficiency(arm, arms)
         rows.append(
             {
-                "attention": shown(arm.label, style),
+                "attention": escape(arm.label, style),
                 "seeds": str(len(arm.runs)),
                 f"{units}/s": _or_dash(arm.units_per_second, number),
                 "step ms": _step(arm),
@@ -104,8 +104,8 @@ def _table(arms: Sequence[Arm], learnings: Mapping[str, Learning], style: Style)
                 "gap": "baseline" if arm.baseline else _or_dash(learning and learning.gap, change),
             }
         )
-    told = [name for name in rows[0] if any(row[name] != "–" for row in rows)]
-    cells = [{name: row[name] for name in told} for row in rows]
+    columns = [name for name in rows[0] if any(row[name] != "–" for row in rows)]
+    cells = [{name: row[name] for name in columns} for row in rows]
     form = "github" if style == "markdown" else "simple"
     return tabulate(cells, headers="keys", tablefmt=form, disable_numparse=True)
 
@@ -118,36 +118,36 @@ def _step(arm: Arm) -> str:
 
 
 def _remarks(arms: Sequence[Arm], style: Style) -> str:
-    said = []
+    remarks = []
     for arm in arms:
-        label = shown(arm.label, style)
+        label = escape(arm.label, style)
         for run in arm.runs:
             if run.status != "ok":
-                said.append(f"{label}, seed {run.seed}: {run.status}, {shown(run.reason or '', style)}.")
+                remarks.append(f"{label}, seed {run.seed}: {run.status}, {escape(run.reason or '', style)}.")
             if run.resumed_at:
-                said.append(f"{label}, seed {run.seed}: resumed at step {', '.join(map(str, run.resumed_at))}.")
-        plans = dict.fromkeys(shown(plan, style) for run in arm.runs for plan in run.plans)
+                remarks.append(f"{label}, seed {run.seed}: resumed at step {', '.join(map(str, run.resumed_at))}.")
+        plans = dict.fromkeys(escape(plan, style) for run in arm.runs for plan in run.plans)
         if plans and list(plans) != [label]:
-            said.append(f"{label}: attention ran {', '.join(plans)}.")
+            remarks.append(f"{label}: attention ran {', '.join(plans)}.")
         if share := arm.attention:
             times = f"{number(share.forward_ms)} ms forward and {number(share.backward_ms)} ms backward"
-            said.append(
+            remarks.append(
                 f"{label}: attention takes {times} of {number(share.busy_ms)} ms that the device works in a step."
             )
             if waits := _waiting(arm, share):
-                said.append(f"{label}: {waits}")
+                remarks.append(f"{label}: {waits}")
         if signs := [sign for run in arm.runs for sign in run.signs]:
             worst_q, worst_k = (max(getattr(sign, name) for sign in signs) for name in ("kurtosis_q", "kurtosis_k"))
             lost = ", ".join(
                 f"{max(sign.ds_underflow[form] for sign in signs):.1%} in {form}" for form in signs[0].ds_underflow
             )
             if checks := sum(sign.checks for sign in signs):
-                said.append(
+                remarks.append(
                     f"{label}: a guard found {sum(sign.breaches for sign in signs)} breaches in {checks} checks."
                 )
             kurtosis = f"kurtosis at most {number(worst_q)} of Q and {number(worst_k)} of K (3 is normal)"
-            said.append(f"{label}: {kurtosis}{f'; of dS at most {lost} would underflow' if lost else ''}.")
-    return prose(said, style, bullets=True) if said else ""
+            remarks.append(f"{label}: {kurtosis}{f'; of dS at most {lost} would underflow' if lost else ''}.")
+    return prose(remarks, style, bullets=True) if remarks else ""
 
 
 def _waiting(arm: Arm, share: Share) -> str | None:
@@ -157,8 +157,8 @@ def _waiting(arm: Arm, share: Share) -> str | None:
     worked = share.busy_ms / arm.median_ms
     if worked >= _HOST_BOUND:
         return None
-    said = f"a step takes {number(arm.median_ms)} ms, so the device waits for its host in {1 - worked:.0%} of it"
-    return f"{said}; faster kernels would change that little."
+    remark = f"a step takes {number(arm.median_ms)} ms, so the device waits for its host in {1 - worked:.0%} of it"
+    return f"{remark}; faster kernels would change that little."
 
 
 def _prices(arms: Sequence[Arm], style: Style) -> str:
@@ -167,7 +167,7 @@ def _prices(arms: Sequence[Arm], style: Style) -> str:
         return ""
     rows = [
         {
-            "price-performance": shown(each.offer.label, style),
+            "price-performance": escape(each.offer.label, style),
             "step s": f"{each.offer.step_ms / 1e3:.3g}",
             "a step": str(each.offer.units_per_step),
             "per s": number(each.offer.units_per_second),

@@ -125,8 +125,8 @@ def load(path: Path, state: Mapping[str, Tensor], settings: Mapping[str, Any], r
     for name, live in state.items():
         stored = tensors.get(name)
         if stored is None or stored.shape != live.shape or stored.dtype != live.dtype:
-            said = "nothing" if stored is None else f"{stored.dtype} {tuple(stored.shape)}"
-            raise MalformedFileError(file, f"expected {name} as {live.dtype} {tuple(live.shape)}, found {said}")
+            found = "nothing" if stored is None else f"{stored.dtype} {tuple(stored.shape)}"
+            raise MalformedFileError(file, f"expected {name} as {live.dtype} {tuple(live.shape)}, found {found}")
     expected = torch.get_rng_state()
     random = tensors.get(_CPU_RANDOM)
     if random is None or random.dtype != expected.dtype or random.shape != expected.shape:

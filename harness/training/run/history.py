@@ -50,13 +50,13 @@ class History(BaseModel):
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], facts: str) -> History:
         """The history with these ``tensors`` and ``facts``.  Raises ValueError on anything else."""
-        said = json.loads(facts)
-        if not isinstance(said, dict):
+        values = json.loads(facts)
+        if not isinstance(values, dict):
             raise ValueError("a history is an object")
-        if missing := cls.model_fields.keys() - {*said, *tensors}:
+        if missing := cls.model_fields.keys() - {*values, *tensors}:
             raise ValueError(f"a history needs {', '.join(sorted(missing))}")
         try:
-            history = cls.model_validate({**said, **{name: each.tolist() for name, each in tensors.items()}})
+            history = cls.model_validate({**values, **{name: each.tolist() for name, each in tensors.items()}})
         except ValidationError as error:
             raise ValueError(validation_fault(error, "the history")) from None
         if not len(history.loss) == len(history.grad_norm) == len(history.step_ms):

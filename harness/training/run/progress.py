@@ -41,9 +41,9 @@ def show_training_progress(console: Console, runs: int, *, silent: bool = False)
 
             def show(row: TrainingRun) -> None:
                 seen.add(row.key)
-                said = f"[{len(seen)}/{runs}] {_sentence(row)}"
+                description = f"[{len(seen)}/{runs}] {_sentence(row)}"
                 total = row.settings["steps"]
-                progress.update(bar, total=float(total or 0), completed=len(row.loss), description=escape(said))
+                progress.update(bar, total=float(total or 0), completed=len(row.loss), description=escape(description))
 
             yield show
 

@@ -134,14 +134,14 @@ class Session:
         rows = list(read_runs(path))
         if not self.resume:
             if any(row.loss or row.status == "oom" for row in rows):
-                said = f"{self.folder} already holds runs; add to them with --resume or name another with --out"
-                raise MisuseError(said)
+                message = f"{self.folder} already holds runs; add to them with --resume or name another with --out"
+                raise MisuseError(message)
             return  # a model that could not be built has taken no step, and what it is corrected to begins anew
         for row in rows:
             hard, _ = row.environment.differences(self.environment)
             if hard:
-                said = f"{self.folder} was trained in another environment ({'; '.join(hard)})"
-                raise MisuseError(f"{said}; name another folder with --out")
+                problem = f"{self.folder} was trained in another environment ({'; '.join(hard)})"
+                raise MisuseError(f"{problem}; name another folder with --out")
             if self.price_per_hour is not None:
                 row = row.model_copy(update={"price_per_hour": self.price_per_hour})
             self.rows[row.key] = row
