@@ -1,4 +1,4 @@
-"""When a vendor's backend is available, told by the files of its distributions alone: importing any of them raises."""
+"""When a vendor's backend is available, judged by its distributions' files alone: importing any of them raises."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Case(NamedTuple):
 
     backend: ModuleType
     versions: dict[str, str]
-    said: str | None
+    reason: str | None
     install: str = ""
     modules: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
@@ -71,7 +71,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.backend.BACKEND.name} {case.said or 'available'}")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.backend.BACKEND.name} {case.reason or 'available'}")
 def test_an_installed_backend_is_available_or_the_reason_names_what_is_missing(
     case: Case, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -89,9 +89,9 @@ def test_an_installed_backend_is_available_or_the_reason_names_what_is_missing(
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: case.cudnn)
     found = case.backend.BACKEND.availability()
-    assert found.ok == (case.said is None)
-    assert found.version == (next(iter(case.versions.values())) if case.said is None else None)
-    assert (case.said or "") in (found.reason or "")
+    assert found.ok == (case.reason is None)
+    assert found.version == (next(iter(case.versions.values())) if case.reason is None else None)
+    assert (case.reason or "") in (found.reason or "")
     assert case.install in (found.install or "")
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "without CUDA" in (case.backend.BACKEND.availability().reason or "")

@@ -204,7 +204,7 @@ def test_forward_only_backends_have_no_backward() -> None:
 
 @pytest.mark.parametrize("name", ["fa3:fp8", "fa3-vllm:fp8", "flashinfer:fp8", "torch-fp8:fp8"])
 @pytest.mark.parametrize(
-    ("recipe", "said"),
+    ("recipe", "message"),
     [
         (Recipe("head", "e5m2"), "e5m2"),
         (Recipe("token"), "per token"),
@@ -212,8 +212,8 @@ def test_forward_only_backends_have_no_backward() -> None:
     ],
     ids=["e5m2", "token", "rotated"],
 )
-def test_tensors_that_are_not_plain_e4m3_are_an_error(name: str, recipe: Recipe, said: str) -> None:
+def test_tensors_that_are_not_plain_e4m3_are_an_error(name: str, recipe: Recipe, message: str) -> None:
     plain, other = (quantise(torch.randn(1, 1, 8, 16), each, rotate=True) for each in (Recipe("head"), recipe))
     spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=8, head_dim=16, dtype="e4m3", descale="head")
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         registry().forward(name).prepare(Inputs(plain, other, plain), spec)

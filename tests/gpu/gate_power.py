@@ -121,7 +121,7 @@ def main() -> None:
             for row in rows:
                 size = planted.get(row.question.number, 0.0)
                 counts[size, verdict(row)] += 1
-                said = {
+                series = {
                     cost: {
                         "finding": each.finding,
                         "rounds": list(map(len, each.generations)),
@@ -130,7 +130,7 @@ def main() -> None:
                     for cost, each in row.series.items()
                 }
                 line = {"run": run, "case": row.question.key[0], "plan": str(row.question.plan), "planted": size}
-                line |= {"verdict": verdict(row), "series": said, "seconds": row.seconds, "run_seconds": taken}
+                line |= {"verdict": verdict(row), "series": series, "seconds": row.seconds, "run_seconds": taken}
                 power.write(json.dumps(line) + "\n")
             for each in rounds_of([row for row in rows if row.question.number not in planted]):
                 rounds.write(each.model_dump_json(by_alias=True) + "\n")

@@ -86,10 +86,10 @@ def test_compiled_steps_equal_eager_ones(plan: str, trained: bool, mask: str, mo
     command = [sys.executable, "-c", PROGRAM, plan, mode, str(trained), repr(MASKS[mask])]
     command.append(str(FOLLOWING.get(plan, 0.02)))
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    said = done.stdout.strip()
-    if said.startswith("refused"):
-        pytest.skip(said)
-    assert said.endswith("the same"), done.stderr[-3000:]
+    output = done.stdout.strip()
+    if output.startswith("refused"):
+        pytest.skip(output)
+    assert output.endswith("the same"), done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("plan", ["sdpa-math", "flex:bf16", "triton:fp8"])

@@ -56,7 +56,7 @@ def test_no_value_gets_past_the_reader(file: Path, value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "said"),
+    ("text", "line", "message"),
     [
         (f"{ENTRY}  kv_heads: {DIGITS}\n", 5, "at most 1000 characters, not 10000"),
         (f"{ENTRY}  kv_heads: {'9' * 900}\n", 1, "kv_heads must be a whole number.* a number of 900 digits or more"),
@@ -68,9 +68,9 @@ def test_no_value_gets_past_the_reader(file: Path, value: str) -> None:
         (f"%YAML {DIGITS}.1\n---\n{ENTRY}", None, "YAML"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_line(file: Path, text: str, line: int | None, said: str) -> None:
+def test_what_is_wrong_is_reported_with_its_line(file: Path, text: str, line: int | None, message: str) -> None:
     file.write_text(text)
-    with pytest.raises(MalformedFileError, match=said) as caught:
+    with pytest.raises(MalformedFileError, match=message) as caught:
         read_cases(file, "fp8")
     assert caught.value.line == line
 

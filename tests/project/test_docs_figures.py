@@ -120,7 +120,7 @@ def test_no_figure_is_held_by_nothing(page: str) -> None:
     assert [found[0] for found in FIGURE.finditer(text) if found.start() not in held] == []
 
 
-def test_a_page_says_that_its_kernel_never_ran_where_no_row_has_it() -> None:
+def test_a_page_states_that_its_kernel_never_ran_where_no_row_has_it() -> None:
     ran = {
         kernel
         for sweep in ("facts", "quick", "keys", "inference", "training")
@@ -129,11 +129,11 @@ def test_a_page_says_that_its_kernel_never_ran_where_no_row_has_it() -> None:
         for kernel in each.plan.kernels
     }
     for page, start in (("fa2", "fa2:"), ("sage", "sage:int8-fp8"), ("flashinfer", "flashinfer:"), ("fa3", "fa3:")):
-        said = "has not run on our GPU machine" in prose(f"backends/{page}.md")
-        assert said != any(kernel.startswith(start) for kernel in ran), page
+        stated = "has not run on our GPU machine" in prose(f"backends/{page}.md")
+        assert stated != any(kernel.startswith(start) for kernel in ran), page
 
 
-def test_what_the_training_page_says_of_defaults() -> None:
+def test_the_training_page_agrees_with_the_defaults() -> None:
     defaults = {name: each.default for name, each in inspect.signature(train).parameters.items()}
     text = prose("how-to/training.md")
     assert ("takes three seeds, which is the default, and a hundred steps, which is more" in text) == (
@@ -143,7 +143,7 @@ def test_what_the_training_page_says_of_defaults() -> None:
     assert f"`{defaults['policy']}` (fp32 weights, bf16 passes; the default" in text
 
 
-def test_what_the_guard_page_says_of_evidence() -> None:
+def test_the_guard_page_agrees_with_the_evidence() -> None:
     """Ten times beyond is a finding at the first check, twice as far is none."""
     text = prose("how-to/guard.md")
     assert "a head that is ten times beyond the bound, needs no second check" in text

@@ -57,7 +57,7 @@ FORMATS = {  # a file that is changed before it is written, and its reader
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_a_newer_schema_is_said_to_be_one(tmp_path: Path, kind: str) -> None:
+def test_a_newer_schema_is_reported_as_one(tmp_path: Path, kind: str) -> None:
     write, read = FORMATS[kind]
     write(tmp_path / "newer", lambda data: {**data, "schema": f"attnbench.{kind}/12", "more": "facts"})
     with pytest.raises(NewerFileError, match=f'found "attnbench.{kind}/12": a newer attnbench wrote') as caught:
@@ -68,7 +68,7 @@ def test_a_newer_schema_is_said_to_be_one(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize(
-    ("schema", "said"),
+    ("schema", "message"),
     [
         ("attnbench.{kind}/0", "an older attnbench wrote this file; make it again"),
         ("attnbench.other/1", "another kind of file"),
@@ -76,19 +76,19 @@ def test_a_newer_schema_is_said_to_be_one(tmp_path: Path, kind: str) -> None:
         ("\x1b[2J", "found '\\x1b[2J'"),
     ],
 )
-def test_any_other_schema_is_malformed(tmp_path: Path, kind: str, schema: str, said: str) -> None:
+def test_any_other_schema_is_malformed(tmp_path: Path, kind: str, schema: str, message: str) -> None:
     write, read = FORMATS[kind]
     write(tmp_path / "file", lambda data: {**data, "schema": schema.format(kind=kind)})
     with pytest.raises(MalformedFileError, match=f'expected "schema": "attnbench.{kind}/[12]", found') as caught:
         read(tmp_path / "file")
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert not isinstance(caught.value, NewerFileError)
     assert str(caught.value).isprintable()
     assert len(caught.value.expected) < 300
 
 
 @pytest.mark.parametrize("kind", ["measurement", "training"])
-def test_what_a_newer_attnbench_added_to_a_row_is_said_to_be_its(tmp_path: Path, kind: str) -> None:
+def test_what_a_newer_attnbench_added_to_a_row_is_reported_as_its(tmp_path: Path, kind: str) -> None:
     write, read = FORMATS[kind]
 
     def grown(data: dict, version: str = "9.1.0") -> dict:

@@ -138,10 +138,10 @@ def test_the_wheel_works_and_finds_its_tables(wheel: Path, tmp_path: Path) -> No
         "      find(replace(here, device_name='NVIDIA H100')))"
     )
     site, table = tmp_path / "site" / "attnbench", ROOT / "attnbench" / "tables" / "nvidia-h200.json"
-    said = output(sys.executable, "-c", code, table, cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
-    assert said.split() == [str(site / "harness" / "__init__.py"), str(site / "tables" / table.name), "True", "None"]
-    said = output(sys.executable, "-m", "attnbench", "--version", cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
-    assert said.startswith("attnbench ")
+    printed = output(sys.executable, "-c", code, table, cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
+    assert printed.split() == [str(site / "harness" / "__init__.py"), str(site / "tables" / table.name), "True", "None"]
+    printed = output(sys.executable, "-m", "attnbench", "--version", cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
+    assert printed.startswith("attnbench ")
 
 
 def test_an_editable_install_follows_the_checkout(checkout: Path, tmp_path: Path) -> None:
@@ -153,10 +153,10 @@ def test_an_editable_install_follows_the_checkout(checkout: Path, tmp_path: Path
     (checkout / "harness" / "added_later.py").write_text("ANSWER = 42\n")
     try:
         code = "import attnbench.backends, attnbench.harness.added_later as new; print(new.ANSWER, new.__file__)"
-        said = output(tmp_path / "venv" / "bin" / "python", "-c", code, cwd=tmp_path)
+        printed = output(tmp_path / "venv" / "bin" / "python", "-c", code, cwd=tmp_path)
     finally:
         (checkout / "harness" / "added_later.py").unlink()
-    assert said == f"42 {checkout / 'harness' / 'added_later.py'}\n"
+    assert printed == f"42 {checkout / 'harness' / 'added_later.py'}\n"
 
 
 def test_ci_runs_the_readme_s_test_command_and_ends_with_its_code(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_drift_over_keys_comes_from_committed_results(rows: dict[tuple[str, str]
     assert seen >= 12
 
 
-def test_sentences_say_what_the_rows_of_their_tables_say(rows: dict[tuple[str, str], Measurement]) -> None:
+def test_sentences_agree_with_the_rows_of_their_tables(rows: dict[tuple[str, str], Measurement]) -> None:
     def cost(case: str, plan: str, name: str) -> float:
         return statistics.median(rows[case, plan].time_ms[name])
 

@@ -159,7 +159,7 @@ def test_the_budget_error_reports_the_measured_error_of_the_best_plan():
         pick(table=table(entry("slow:bf16", 1.0, normal=0.02), entry("fast:bf16", 1.0, normal=0.03)))
 
 
-def test_the_error_says_how_to_allow_fp8_when_only_fp8_could_run():
+def test_the_error_explains_how_to_allow_fp8_when_only_fp8_could_run():
     known = fake_registry(fake_backend("fast", FakeForward("fast:fp8")))
     with pytest.raises(NoPlanError, match='dtype="fp8" or a max_error admits'):
         choose(square(), CPU, known=known)

@@ -203,7 +203,7 @@ def test_fresh_shapes_are_measured_resumed_and_scored(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ([], "name a table or results"),
         (["--fresh", "2", "--on", "."], "give one of them"),
@@ -211,5 +211,5 @@ def test_fresh_shapes_are_measured_resumed_and_scored(tmp_path):
         (["--fresh", "2", "--resume"], "--resume needs --out"),
     ],
 )
-def test_misuse_is_reported_before_anything_is_measured(arguments, said):
-    fails(check(*arguments), 2, said)
+def test_misuse_is_reported_before_anything_is_measured(arguments, message):
+    fails(check(*arguments), 2, message)

@@ -67,11 +67,11 @@ def test_a_scaled_choice_is_labelled_in_every_output(choose_with, length):
     assert (str(choice.plan), choice.basis, choice.chosen.scaled_from) == ("fast:bf16", "scaled", "NVIDIA H200")
     assert "(by prediction scaled from NVIDIA H200)" in str(choice)
     assert "`attnbench sweep --preset table`" in choice.hint
-    said = json.loads(json.dumps(choice.to_dict()))
-    assert {each["basis"] for each in said["candidates"]} == {"scaled"}
-    assert {each["scaled_from"] for each in said["candidates"]} == {"NVIDIA H200"}
-    assert {each["spread_ms"] for each in said["candidates"]} == {None}
-    assert all(each["time_error"] >= 0.05 for each in said["candidates"])
+    data = json.loads(json.dumps(choice.to_dict()))
+    assert {each["basis"] for each in data["candidates"]} == {"scaled"}
+    assert {each["scaled_from"] for each in data["candidates"]} == {"NVIDIA H200"}
+    assert {each["spread_ms"] for each in data["candidates"]} == {None}
+    assert all(each["time_error"] >= 0.05 for each in data["candidates"])
     assert " ± 0%" not in str(choice)
     assert "error of the prediction" in str(choice)
 
@@ -155,10 +155,12 @@ def warnings_for(choice, *devices) -> list[str]:
 def test_a_choice_by_rule_on_a_gpu_warns_once_per_device_in_one_line(choose_with, gpu):
     choice = choose_with(Known())
     assert choice.basis == "rule"
-    (said,) = warnings_for(choice, gpu, gpu)
-    assert said.isprintable()
-    assert said.startswith(f"nothing like {spec()} was measured on NVIDIA  H100, so a fixed order of kernels decides; ")
-    assert "`attnbench sweep --preset table` makes a table of this device in about 10 minutes" in said
+    (warning,) = warnings_for(choice, gpu, gpu)
+    assert warning.isprintable()
+    assert warning.startswith(
+        f"nothing like {spec()} was measured on NVIDIA  H100, so a fixed order of kernels decides; "
+    )
+    assert "`attnbench sweep --preset table` makes a table of this device in about 10 minutes" in warning
     assert warnings_for(choice, gpu) == []
     assert len(warnings_for(choice, torch.device("cuda", 1))) == 1
 

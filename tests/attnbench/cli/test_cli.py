@@ -130,9 +130,9 @@ def test_table_build_feeds_auto_and_show_prints_it(results: Path, own_cache: Pat
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [(None, "nothing was measured"), ("{", "cannot be used"), ("whole", "entries measured on")]
+    ("content", "detail"), [(None, "nothing was measured"), ("{", "cannot be used"), ("whole", "entries measured on")]
 )
-def test_doctor_lists_the_available_tables(results: Path, own_cache: Path, content: str | None, said: str) -> None:
+def test_doctor_lists_the_available_tables(results: Path, own_cache: Path, content: str | None, detail: str) -> None:
     if content is not None:
         attnbench("table", "build", str(results))
         (table,) = own_cache.rglob("*.json")
@@ -140,7 +140,7 @@ def test_doctor_lists_the_available_tables(results: Path, own_cache: Path, conte
             table.write_text(content)
     report = json.loads(attnbench("doctor", "--format", "json").stdout)
     (found,) = [row for row in report["findings"] if row["name"] == "table"]
-    assert said in found["detail"]
+    assert detail in found["detail"]
     assert found["status"] == ("ok" if content == "whole" else "missing")
 
 

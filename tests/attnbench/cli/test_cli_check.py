@@ -32,7 +32,7 @@ def test_a_correct_kernel_exits_0_and_its_report_is_written(tmp_path: Path) -> N
     assert " 0 failed" in written
 
 
-def test_a_bad_kernel_exits_1_and_says_which_check_failed(tmp_path: Path) -> None:
+def test_a_bad_kernel_exits_1_and_reports_which_check_failed(tmp_path: Path) -> None:
     run = check(BAD, "-o", tmp_path / "report.md", "--seed", 3, code=1)
     assert "FAILED   out" in run.stdout
     assert not run.stderr

@@ -45,15 +45,15 @@ def test_undetectable_slowdowns_are_uncertain_and_a_detectable_limit_is_offered(
         written(tmp_path / name, [row(seed=seed), row("b", time_ms=times(seed + 1, spread=0.02))])
         for name, seed in (("base", 0), ("new", 5))
     )
-    said = compare(base, new, code=4).stdout.splitlines()[-1]
+    conclusion = compare(base, new, code=4).stdout.splitlines()[-1]
     pattern = (
         r"not certain: 2 of 2 rows could not have shown a slow-down of 3% \(([\d.]+)% to ([\d.]+)% would have been "
         r"found\), --fail-on (\d+)% would be certain; `attnbench gate` measures until it knows"
     )
-    low, high, offered = map(float, re.fullmatch(pattern, said).groups())
+    low, high, offered = map(float, re.fullmatch(pattern, conclusion).groups())
     assert 3 < low < high <= offered < high + 1
     found = document(base, new, code=4)
-    assert (found["outcome"], found["conclusion"]) == ("uncertain", said)
+    assert (found["outcome"], found["conclusion"]) == ("uncertain", conclusion)
     assert [(each["verdict"], each["certain"]) for each in found["rows"]] == [("uncertain", False)] * 2
     visible = [each["visible"] for each in found["rows"]]
     assert (100 * min(visible), 100 * max(visible)) == pytest.approx((low, high), abs=0.1)
@@ -65,27 +65,27 @@ def test_undetectable_slowdowns_are_uncertain_and_a_detectable_limit_is_offered(
 def test_an_uncertain_row_that_may_be_slower_is_listed(tmp_path):
     rows = [row(case, seed=seed) for seed, case in enumerate("abcdefgh")]
     base, new = written(tmp_path / "base", rows), written(tmp_path / "new", [slowed(rows[0], 1.02), *rows[1:]])
-    said = compare(base, new, "--fail-on", "1%", code=4).stdout
-    assert [line.split()[:2] for line in said.splitlines() if line.startswith("uncertain")] == [["uncertain", "a"]]
-    assert "- 1 of the uncertain may be slower: a cost's 95% interval lies above 0." in said.splitlines()
+    output = compare(base, new, "--fail-on", "1%", code=4).stdout
+    assert [line.split()[:2] for line in output.splitlines() if line.startswith("uncertain")] == [["uncertain", "a"]]
+    assert "- 1 of the uncertain may be slower: a cost's 95% interval lies above 0." in output.splitlines()
 
 
-def test_the_text_output_says_what_regressed_and_why(tmp_path):
+def test_the_text_output_reports_what_regressed_and_why(tmp_path):
     rows = [row(case, seed=seed) for seed, case in enumerate("abcdef")]
     slow, worse, _, far, *same = rows
     worse = with_facts(worse, error={"normal": {"out": 0.1, "lse": 1e-7}, "outlier": {"out": 0.08}})
     far = far.model_copy(update={"environment": replace(far.environment, device_name="NVIDIA H20")})
     base = written(tmp_path / "base", rows)
     new = written(tmp_path / "new", [slowed(slow, 1.5), worse, far, *same])
-    said = compare(base, new, "--fail-on", "5%", "--format", "markdown", code=1).stdout
-    listed = [[cell.strip() for cell in line.split("|")[1:4]] for line in said.splitlines() if line.startswith("|")]
+    output = compare(base, new, "--fail-on", "5%", "--format", "markdown", code=1).stdout
+    listed = [[cell.strip() for cell in line.split("|")[1:4]] for line in output.splitlines() if line.startswith("|")]
     for case, verdict in {"a": "slower", "b": "inaccurate", "c": "missing", "d": "incomparable"}.items():
-        assert any(case in cells and verdict in cells for cells in listed), said
-    assert "kernel +50" in said
-    assert "device_name was a GPU, is NVIDIA H20" in said.replace("\\", "")
-    assert "regressed: 1 inaccurate, 1 slower, 1 missing" in said
+        assert any(case in cells and verdict in cells for cells in listed), output
+    assert "kernel +50" in output
+    assert "device_name was a GPU, is NVIDIA H20" in output.replace("\\", "")
+    assert "regressed: 1 inaccurate, 1 slower, 1 missing" in output
     everything = compare(base, new, "--fail-on", "5%", "--all", code=1).stdout
-    assert len(everything.splitlines()) > len(said.splitlines())
+    assert len(everything.splitlines()) > len(output.splitlines())
 
 
 def test_junit_output_is_valid_xml_for_any_names(tmp_path):
@@ -152,7 +152,7 @@ def test_json_output_states_the_terms_and_the_differences(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--fail-on", "3"], "percentage"),
         (["--cost", "kernels"], "'kernels'"),
@@ -161,10 +161,10 @@ def test_json_output_states_the_terms_and_the_differences(tmp_path):
         (["--thresholds", "none.yaml"], "none.yaml"),
     ],
 )
-def test_misuse_exits_2_with_a_message(tmp_path, options, said):
+def test_misuse_exits_2_with_a_message(tmp_path, options, message):
     base = written(tmp_path / "base", [row()])
     done = compare(base, base, *options, code=2)
-    assert said in done.stderr
+    assert message in done.stderr
     assert done.stdout == ""
 
 
@@ -178,7 +178,7 @@ def test_missing_files_and_files_without_rows_are_misuse(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "said"),
+    ("text", "line", "message"),
     [
         ("", 1, "expected lines"),
         ("a: 5%\n\nb: lots\n", 3, "percentage"),
@@ -188,11 +188,11 @@ def test_missing_files_and_files_without_rows_are_misuse(tmp_path):
         ("misspelt: 5%\n", None, "'misspelt' matches no case"),
     ],
 )
-def test_a_threshold_file_is_validated(tmp_path, text, line, said):
+def test_a_threshold_file_is_validated(tmp_path, text, line, message):
     base = written(tmp_path / "base", [row()])
     file = tmp_path / "limits.yaml"
     file.write_text(text)
     stderr = compare(base, base, "--thresholds", file, code=2).stderr
-    assert said in stderr
+    assert message in stderr
     if line is not None:
         assert f"limits.yaml:{line}:" in stderr

@@ -9,7 +9,7 @@ LONG = "9" * 10_000
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("sweeep",), "No such command 'sweeep'"),
         (("backends", "--fromat", "json"), "No such option: --fromat"),
@@ -20,8 +20,8 @@ LONG = "9" * 10_000
         (("table", "show", "nowhere.json"), "does not exist"),
     ],
 )
-def test_misuse_of_options_exits_2(arguments: tuple[str, ...], said: str) -> None:
-    fails(attnbench(*arguments), 2, said)
+def test_misuse_of_options_exits_2(arguments: tuple[str, ...], message: str) -> None:
+    fails(attnbench(*arguments), 2, message)
 
 
 def test_a_named_backend_that_refuses_exits_1_with_reasons_and_alternatives() -> None:
@@ -42,7 +42,7 @@ def test_a_malformed_table_is_named(tmp_path: Path) -> None:
     )
 
 
-def test_a_missing_table_message_says_how_to_make_one() -> None:
+def test_a_missing_table_message_explains_how_to_make_one() -> None:
     fails_in_one_line(attnbench("table", "show"), 1, "attnbench sweep")
 
 
@@ -54,7 +54,7 @@ def test_an_unwritable_output_folder_exits_1(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("explain", *SHAPE, "--backend", "sdpa-flesh"), "did you mean sdpa-flash"),
         (("explain", *SHAPE, "--kv-heads", "3"), "must be a multiple of kv_heads (3)"),
@@ -91,7 +91,7 @@ def test_an_unwritable_output_folder_exits_1(tmp_path: Path) -> None:
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, tuple) else "",
 )
-def test_misuse_of_values_exits_2_with_one_short_line(arguments: tuple[str, ...], said: str) -> None:
+def test_misuse_of_values_exits_2_with_one_short_line(arguments: tuple[str, ...], message: str) -> None:
     run = attnbench(*arguments)
-    fails_in_one_line(run, 2, said)
+    fails_in_one_line(run, 2, message)
     assert len(run.stderr) < 1000

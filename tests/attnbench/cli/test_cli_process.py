@@ -53,11 +53,11 @@ def test_an_interrupt_exits_130_without_a_traceback(tmp_path: Path) -> None:
             assert sweep.stderr is not None
             assert any("plans measured" in line for line in iter(sweep.stderr.readline, "")), "nothing was measured"
             sweep.send_signal(signal.SIGINT)
-            _, said = sweep.communicate(timeout=PATIENCE)
+            _, stderr = sweep.communicate(timeout=PATIENCE)
         finally:
             sweep.kill()
-    assert sweep.returncode == 130, said
-    assert "Traceback" not in said
+    assert sweep.returncode == 130, stderr
+    assert "Traceback" not in stderr
 
 
 def test_an_unexpected_exception_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ COMPLETING = {"_ATTNBENCH_COMPLETE": "complete_bash", "COMP_WORDS": "attnbench e
 
 
 @pytest.mark.parametrize(
-    ("arguments", "environ", "said"),
+    ("arguments", "environ", "output"),
     [
         (("--help",), {}, "Usage: attnbench"),
         (("--version",), {}, "attnbench"),
@@ -95,7 +95,7 @@ COMPLETING = {"_ATTNBENCH_COMPLETE": "complete_bash", "COMP_WORDS": "attnbench e
     ],
     ids=["help", "version", "sweep", "capture", "table", "completion"],
 )
-def test_help_and_completion_import_no_torch(arguments: tuple[str, ...], environ: dict[str, str], said: str) -> None:
+def test_help_and_completion_import_no_torch(arguments: tuple[str, ...], environ: dict[str, str], output: str) -> None:
     code = f"""
 import sys
 sys.argv = ["attnbench", *{arguments!r}]
@@ -109,7 +109,7 @@ finally:
     run = python("-c", code, **environ)
     assert run.returncode == 0, run.stderr
     assert "heavy: []" in run.stderr
-    assert said in run.stdout
+    assert output in run.stdout
 
 
 def test_import_loads_no_vendor_package() -> None:

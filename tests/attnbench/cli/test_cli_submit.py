@@ -66,13 +66,13 @@ def test_all_reasons_are_listed_and_the_old_file_is_kept(empty_working_folder: P
     fails(run, 1, "attnbench: not to be shared, for 4 reasons:")
     found = reasons(run)
     assert len(found) == 4
-    for said in ("measurements.jsonl:1", "beyond 0.01", "'/home/alice'", "2 shapes with"):
-        assert sum(said in reason for reason in found) == 1, said
+    for message in ("measurements.jsonl:1", "beyond 0.01", "'/home/alice'", "2 shapes with"):
+        assert sum(message in reason for reason in found) == 1, message
     assert "\x1b" not in run.stderr
     assert {path.name: path.read_text() for path in empty_working_folder.iterdir()} == {"nvidia-h200.json": "mine"}
 
 
-def test_a_gpu_of_unknown_peak_gets_a_message_that_says_what_to_add(empty_working_folder: Path, tmp_path: Path) -> None:
+def test_a_gpu_of_unknown_peak_gets_a_message_with_what_to_add(empty_working_folder: Path, tmp_path: Path) -> None:
     run = attnbench("submit", written(tmp_path / "mine", [with_facts(row, environment=H900) for row in ROWS]))
     fails(run, 1, "the peak of NVIDIA H900 is not known", "harness/results/peaks.py")
     assert list(empty_working_folder.iterdir()) == []
@@ -107,7 +107,7 @@ def test_a_hand_edited_table_is_detected(empty_working_folder: Path, tmp_path: P
     assert attnbench("submit", written(tmp_path / "mine", ROWS)).returncode == 0
     path = empty_working_folder / "nvidia-h200.json"
     text = path.read_text()
-    for old, new, said in (
+    for old, new, message in (
         ('"errors": {', '"errors":  {', "is not as `attnbench submit` writes it"),
         ('"time_ms": 0.5', '"time_ms": 0.0005', "above the device's peak"),
         ('"triton:fp8": {"time_ms"', '"acme:fp8": {"time_ms"', "no backend is named 'acme'"),
@@ -117,7 +117,7 @@ def test_a_hand_edited_table_is_detected(empty_working_folder: Path, tmp_path: P
     ):
         assert old in text
         path.write_text(text.replace(old, new))
-        fails(attnbench("submit", path), 1, said)
+        fails(attnbench("submit", path), 1, message)
 
 
 def test_misuse_and_unwritable_paths_are_reported(empty_working_folder: Path, tmp_path: Path) -> None:

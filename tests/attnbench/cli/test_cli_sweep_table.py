@@ -25,10 +25,10 @@ def sweep(tmp_path, monkeypatch):
     """Runs a sweep that yields ``ROWS``; (whether it measured, the output before that)."""
 
     def run(*, update=True, meanwhile=lambda: None, stop=None):
-        said_before = []
+        output_before = []
 
         def measures(tasks, setups, store):
-            said_before.append(sys.stderr.getvalue() if hasattr(sys.stderr, "getvalue") else "")
+            output_before.append(sys.stderr.getvalue() if hasattr(sys.stderr, "getvalue") else "")
             meanwhile()
             for row in ROWS:
                 store.append(row)
@@ -60,12 +60,12 @@ COMMAND = "`attnbench table build '{}'` puts these results into it"
 def test_an_unwritable_table_is_reported_first_and_loses_only_the_table(sweep, no_cache, tmp_path, capsys):
     before = []
     assert sweep(meanwhile=lambda: before.append(capsys.readouterr().err))
-    said = capsys.readouterr()
+    captured = capsys.readouterr()
     command = COMMAND.format(tmp_path / "a sweep")
-    for text in (before[0], said.err):
+    for text in (before[0], captured.err):
         assert "Not a directory" in text
         assert command in text
-    assert said.out.count('"case"') == len(ROWS)
+    assert captured.out.count('"case"') == len(ROWS)
     assert len(Table.load(tmp_path / "a sweep" / "table.json").entries) == len(condense(ROWS)) < len(ROWS)
 
 

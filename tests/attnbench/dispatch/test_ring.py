@@ -75,8 +75,8 @@ def test_ranks_with_different_arguments_get_an_error(ring_results):
 
 
 def test_a_rank_that_crashed_is_an_error_not_a_hang(ring_results):
-    for said in ring_results[0]["crashed"]:
-        assert said.startswith(f"PeerError: rank 0 of {len(ring_results)} had no answer from another rank")
+    for message in ring_results[0]["crashed"]:
+        assert message.startswith(f"PeerError: rank 0 of {len(ring_results)} had no answer from another rank")
 
 
 def test_calls_that_no_ring_serves_are_refused(ring_results):
@@ -96,8 +96,8 @@ def test_buffers_are_sharded_as_torch_does(ring_results):
     for each in seen:
         assert each["after"] == list(range(16))
         assert each["lost"] == each["inside"]
-        for what, said in each["wrong"].items():
-            assert said.startswith("InputError"), (what, said)
+        for what, message in each["wrong"].items():
+            assert message.startswith("InputError"), (what, message)
 
 
 def test_fsdp_and_checkpointing_train_on_the_ring(ring_results):
@@ -131,15 +131,15 @@ def test_calls_of_torchs_sdpa_attend_over_the_ranks(ring_results):
 def test_a_training_of_shared_samples_has_the_losses_of_one_rank(ring_results):
     for losses in (own["losses"] for own in ring_results if "losses" in own):
         assert losses["shared"] == pytest.approx(losses["alone"], rel=1e-5)
-    for said in (own["torch's ring"] for own in ring_results if "torch's ring" in own):
-        assert "_scaled_dot_product_flash_attention_for_cpu" in said
+    for message in (own["torch's ring"] for own in ring_results if "torch's ring" in own):
+        assert "_scaled_dot_product_flash_attention_for_cpu" in message
 
 
 def test_models_of_transformers_share_tokens_and_positions(ring_results):
     for each in (own["llama"] for own in ring_results if "llama" in own):
         assert each["error"] < 1e-5
-    said = ring_results[0].get("llama", {"split": "InputError: sequences of unequal length"})["split"]
-    assert said.startswith("InputError: sequences of unequal length")
+    message = ring_results[0].get("llama", {"split": "InputError: sequences of unequal length"})["split"]
+    assert message.startswith("InputError: sequences of unequal length")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -192,9 +192,9 @@ def torchrun_output(*command, folder):
 def test_the_documented_example_runs(tmp_path):
     page = (ROOT / "docs" / "how-to/context-parallel.md").read_text(encoding="utf-8")
     (tmp_path / "shared.py").write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
-    said = torchrun_output("shared.py", folder=tmp_path)
-    assert said.count("torch.Size([1, 8, 128, 64]) Counter({'bf16': 1})") == 2
-    errors = [float(each) for each in re.findall(r"tensor\((\d\.\d+)", said)]
+    output = torchrun_output("shared.py", folder=tmp_path)
+    assert output.count("torch.Size([1, 8, 128, 64]) Counter({'bf16': 1})") == 2
+    errors = [float(each) for each in re.findall(r"tensor\((\d\.\d+)", output)]
     assert len(errors) == 2
     assert max(errors) < 0.01
 
@@ -202,11 +202,11 @@ def test_the_documented_example_runs(tmp_path):
 @pytest.mark.exhaustive
 def test_the_two_gpu_script_measures_and_reports_what_torch_cannot_do(tmp_path):
     small = "--lengths 64 --heads 4 --kv-heads 2 --head-dim 32 --fp8 emulated:fp8 --repeat 1 --out ring.json"
-    said = torchrun_output(RESULTS / "ring.py", *small.split(), folder=tmp_path)
+    output = torchrun_output(RESULTS / "ring.py", *small.split(), folder=tmp_path)
     found = json.loads((tmp_path / "ring.json").read_text())
     rows = {row["what"]: row for row in found["rows"]}
     assert [rows[name]["sent"] for name in ("bf16, ring", "fp8, ring")] == [["bf16"], ["e4m3"]]
     assert max(rows["bf16, ring"]["error"].values()) < 0.01 < min(rows["fp8, ring"]["error"].values()) < 0.08
     assert rows["torch flash, ring"]["status"] == "error"
     assert found["ratios"][0]["scaling fp8"] > 0
-    assert "emulated:fp8>emulated:fp8" in said
+    assert "emulated:fp8>emulated:fp8" in output

@@ -152,7 +152,7 @@ ONE = torch.tensor([9], dtype=INT)
 
 
 @pytest.mark.parametrize(
-    ("x", "named", "said"),
+    ("x", "named", "message"),
     [
         (X, {"layout": "thd"}, "needs cu_seqlens_q"),
         (X, {"layout": "thd", "cu_seqlens_q": starts([9]), "kv_lengths": ONE}, "go with padded rows"),
@@ -166,9 +166,9 @@ ONE = torch.tensor([9], dtype=INT)
         (X.to_sparse(), {"layout": "thd", "cu_seqlens_q": starts([9])}, "to_dense"),
     ],
 )
-def test_inconsistent_lengths_are_errors_that_name_them(x: Tensor, named: dict[str, Any], said: str) -> None:
+def test_inconsistent_lengths_are_errors_that_name_them(x: Tensor, named: dict[str, Any], message: str) -> None:
     for ask in (attention, explain):
-        with pytest.raises(InputError, match=said):
+        with pytest.raises(InputError, match=message):
             ask(x, x, x, **named)
 
 

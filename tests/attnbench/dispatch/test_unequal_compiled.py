@@ -103,7 +103,7 @@ def test_a_guard_checks_a_compiled_step_of_a_packed_batch() -> None:
     assert watch.checks == 2
 
 
-def test_unsupported_compilation_or_vmap_raises_an_error_that_says_what_to_do() -> None:
+def test_unsupported_compilation_or_vmap_raises_an_error_with_advice() -> None:
     x, cu = packed_tensors(9), starts([4, 5])
 
     def refused(words: str, **named: Any) -> None:

@@ -95,13 +95,13 @@ def path(tmp_path) -> Path:
 
 
 def test_damaged_files_are_errors_or_valid_choices(path):
-    whole, chance, good, said = path.read_bytes(), random.Random(0), 0, []
+    whole, chance, good, messages = path.read_bytes(), random.Random(0), 0, []
     for number in range(FILES):
         path.write_bytes([restructure_json, flip_bits, splice][number % 3](whole, chance))
         try:
             content = Frozen.load(path)
         except MalformedFileError as error:
-            said.append(str(error))
+            messages.append(str(error))
             continue
         good += 1
         for question, answer in content.plans.items():  # what was read keeps the promises of a choice
@@ -112,7 +112,7 @@ def test_damaged_files_are_errors_or_valid_choices(path):
         content.save(path)
         assert Frozen.load(path) == content
     assert FILES / 100 < good < FILES * 0.7
-    assert all(words.startswith(str(path)) and words.isprintable() and len(words) < 500 for words in said)
+    assert all(words.startswith(str(path)) and words.isprintable() and len(words) < 500 for words in messages)
 
 
 DAMAGE = {
@@ -172,7 +172,7 @@ def test_a_duplicate_spec_is_an_error(path):
         ),
     ],
 )
-def test_an_invalid_file_is_an_error_that_says_why(path, text, words):
+def test_an_invalid_file_is_an_error_with_its_reason(path, text, words):
     path.write_text(text)
     with pytest.raises(MalformedFileError, match=words):
         freeze(path).start()

@@ -129,7 +129,7 @@ def test_on_breach_raise_raises_at_the_checked_call(planted_kernels):
             attention(*x)
 
 
-def test_demotion_changes_the_choice_and_explain_says_why(planted_kernels):
+def test_demotion_changes_the_choice_and_explain_gives_the_reason(planted_kernels):
     forward, _ = planted_kernels
     x = tensors()
     assert str(explain(*x).plan) == NAME

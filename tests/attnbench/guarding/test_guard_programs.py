@@ -197,12 +197,12 @@ def test_an_exception_in_a_check_loses_only_that_check(monkeypatch, caplog):
     expected = step(x)
     for name in ("out_sums", "gradient_sums", "part"):
         short = pytest.warns(AttnbenchWarning, match="a check fell short: OutOfMemoryError: no room")
-        with monkeypatch.context() as patch, short as said, guard(every=1) as watch:
+        with monkeypatch.context() as patch, short as caught, guard(every=1) as watch:
             patch.setattr(guarding, name, fail)
             for _ in range(3):
                 assert all(torch.equal(a, b) for a, b in zip(step(x), expected, strict=True))
         assert watch.skipped == {"OutOfMemoryError": 3}
-        assert len(said) == 1
+        assert len(caught) == 1
         assert watch.checks == 3
     assert [each.getMessage() for each in caplog.records] == ["a check fell short: OutOfMemoryError: no room"] * 3
 

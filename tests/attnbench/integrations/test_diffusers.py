@@ -73,11 +73,13 @@ def test_layers_that_bypass_the_dispatcher_are_named_and_use_sdpa():
     )  # fmt: skip
     inputs = (tensor(1, 4, 8, 8), 1, tensor(1, 5, 16))
     wanted = step(model, *inputs, return_dict=False)
-    said = r"UNet2DConditionModel: no backend .* reaches 8 of 8 attention layers \(AttnProcessor2_0\); .*replaced\(\)"
-    with pytest.raises(InputError, match=said):
+    message = (
+        r"UNet2DConditionModel: no backend .* reaches 8 of 8 attention layers \(AttnProcessor2_0\); .*replaced\(\)"
+    )
+    with pytest.raises(InputError, match=message):
         model.set_attention_backend("attnbench")
     calls = register(backend="emulated", dtype="fp8", otherwise="native")
-    with pytest.warns(AttnbenchWarning, match=said):
+    with pytest.warns(AttnbenchWarning, match=message):
         model.set_attention_backend("attnbench")
     assert torch.equal(step(model, *inputs, return_dict=False)[0], wanted[0])
     assert calls.served == 0
@@ -92,12 +94,12 @@ def test_unsupported_calls_are_refused_unless_a_fallback_was_requested():
     q = tensor(2, 6, 2, 8)
     padding = torch.randn(2, 6, 6)[:, None]  # a bias
     calls = register()
-    for said, named in {
+    for message, named in {
         "biases or blocks": {"attn_mask": padding},
         "dropout": {"dropout_p": 0.1},
         "context parallelism and return_lse are not served": {"attention_kwargs": {"return_lse": True}},
     }.items():
-        with pytest.raises(InputError, match=said):
+        with pytest.raises(InputError, match=message):
             attend(q, q, q, **named)
     assert calls.served == 0
     calls = register(backend="emulated", dtype="fp8", otherwise="native")

@@ -161,16 +161,16 @@ def test_unsupported_calls_are_refused_unless_a_fallback_was_requested():
     class Own(torch.Tensor):
         pass
 
-    for said, (args, named) in {
+    for message, (args, named) in {
         "biases or blocks": ((q, q, q, hole), {}),
         "tensors that are broadcast": ((q, q[:, :, None], q[:, :, None]), {}),
         "nested tensors": ((nested, nested, nested), {}),
         "tensors of classes of their own": ((q.detach().as_subclass(Own), q, q), {}),
     }.items():
-        with replaced() as calls, pytest.raises(InputError, match=said):
+        with replaced() as calls, pytest.raises(InputError, match=message):
             F.scaled_dot_product_attention(*args, **named)
         assert calls.served == 0
-        with pytest.warns(AttnbenchWarning, match=said), replaced(**FP8, otherwise="torch") as calls:
+        with pytest.warns(AttnbenchWarning, match=message), replaced(**FP8, otherwise="torch") as calls:
             out = F.scaled_dot_product_attention(*args, **named)
         assert (calls.served, calls.handed_on.total()) == (0, 1)
         wanted = F.scaled_dot_product_attention(*args, **named)
@@ -188,12 +188,12 @@ def test_calls_that_attention_refuses_are_refused_or_fall_back():
     meta = torch.empty(1, 2, 6, 8, device="meta")
     with replaced(), pytest.raises((InputError, NoPlanError), match="meta"):
         F.scaled_dot_product_attention(meta, meta, meta)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with replaced("sdpa-cudnn", otherwise="torch") as calls:
             outs = [F.scaled_dot_product_attention(q, q, q) for _ in range(2)]
     assert all(equals_torch(out, q) for out in outs)
-    assert [str(each.message)[:67] for each in said] == [
+    assert [str(each.message)[:67] for each in caught] == [
         "scaled_dot_product_attention: attention raises RefusedError: sdpa-c"
     ]
     assert dict(calls.handed_on) == {"attention raises RefusedError": 2}

@@ -93,13 +93,13 @@ def test_unsupported_calls_are_refused_in_one_sentence(calls):
     assert not calls.handed_on
     attend = transformers.AttentionInterface._global_mapping["attnbench"]
     q = torch.randn(1, 2, 8, 16)
-    for given_, said in [
+    for given_, message in [
         ({"sliding_window": 4}, "a sliding window of 4 keys, and no mask was made"),
         ({"output_attentions": True}, "wants probabilities"),
         ({"position_bias": torch.zeros(1, 2, 8, 8)}, "a bias of positions"),
         ({"cache": object()}, "wants cache"),
     ]:
-        with pytest.raises(InputError, match=said):
+        with pytest.raises(InputError, match=message):
             attend(torch.nn.Module(), q, q, q, None, **given_)
     with pytest.raises(InputError, match="a mask of the class dict"):
         attend(torch.nn.Module(), q, q, q, {})
@@ -117,7 +117,7 @@ def test_fallback_calls_agree_with_sdpa_are_counted_and_warn():
     assert worst(found[1], wanted[1]) == 0
     assert (calls.served, calls.handed_on.total()) == (0, 2)
     with warnings.catch_warnings():
-        warnings.simplefilter("error", AttnbenchWarning)  # said once
+        warnings.simplefilter("error", AttnbenchWarning)  # warned once
         ours(x, attention_mask=blocks)
         assert not torch.equal(ours(x)[0], model(x)[0])
     assert (calls.served, calls.handed_on.total()) == (2, 4)
@@ -204,7 +204,7 @@ def test_invalid_registrations_are_refused(monkeypatch):
 
 def expected_mask(mask, batch, seqlen_q, seqlen_kv):
     """(B, 1, Sq, Skv), true for visible keys by the sequences' positions and the mask within each."""
-    told, sequences = torch.zeros(batch, seqlen_q, seqlen_kv, dtype=torch.bool), mask.sequences
+    visible, sequences = torch.zeros(batch, seqlen_q, seqlen_kv, dtype=torch.bool), mask.sequences
     queries = torch.arange(batch * seqlen_q) if sequences.queries is None else sequences.queries
     for number in range(batch):
         (first_q, last_q), (first, last) = (x[number : number + 2] for x in (sequences.starts_q, sequences.starts_kv))
@@ -214,8 +214,8 @@ def expected_mask(mask, batch, seqlen_q, seqlen_kv):
         for row, place in enumerate(queries[first_q:last_q].tolist()):
             assert place // seqlen_q == number
             keys = sequences.keys[first:last][shown[row]]
-            told[number, place % seqlen_q, keys - number * seqlen_kv] = True
-    return told[:, None]
+            visible[number, place % seqlen_q, keys - number * seqlen_kv] = True
+    return visible[:, None]
 
 
 def dense_mask(mask, seqlen_q, seqlen_kv):
@@ -279,8 +279,8 @@ def test_the_mask_given_to_layers_equals_the_tensor_given_to_sdpa(
     try:
         mask = ours(**asked)
     except InputError as refused:
-        said = str(refused)
-        assert ("beyond the queries" in said and reaching) or ("padding" in said and padded)
+        message = str(refused)
+        assert ("beyond the queries" in message and reaching) or ("padding" in message and padded)
         return
     assert not reaching
     if mask is None:  # layers then do what SDPA does
@@ -291,13 +291,13 @@ def test_the_mask_given_to_layers_equals_the_tensor_given_to_sdpa(
         rows = shown[:, None, kv_length - fresh :, None] if causal else torch.tensor(True)
         assert torch.equal(expected_mask(mask, batch, fresh, kv_length), tensor & rows)
         return
-    told = dense_mask(mask, fresh, kv_length)[None, None].expand(batch, 1, -1, -1)
+    expected = dense_mask(mask, fresh, kv_length)[None, None].expand(batch, 1, -1, -1)
     if padded:  # left as it is at the right alone, where no token sees it
         assert right
         assert causal
         assert fresh == kv_length
-        told = told & shown[:, None, None, :]
+        expected = expected & shown[:, None, None, :]
         rows = shown[:, None, :, None]
-        assert torch.equal(told & rows, tensor & rows)
+        assert torch.equal(expected & rows, tensor & rows)
     else:
-        assert torch.equal(told, tensor)
+        assert torch.equal(expected, tensor)

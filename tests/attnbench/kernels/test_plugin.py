@@ -145,9 +145,9 @@ def test_a_plug_in_with_a_duplicate_name_is_a_clear_error(tmp_path: Path, monkey
     write_plug_in(tmp_path, "impostor", "impostor_plugin", source)
     monkeypatch.syspath_prepend(tmp_path)
     reload_backends()
-    said = "two installed packages provide a backend named 'reference'"
+    message = "two installed packages provide a backend named 'reference'"
     done, doctor = attnbench("backends"), attnbench("doctor")
-    assert (done.returncode, done.stderr) == (1, f"attnbench: {said}; remove one\n")
+    assert (done.returncode, done.stderr) == (1, f"attnbench: {message}; remove one\n")
     assert doctor.returncode == 1
-    assert said in doctor.stdout
+    assert message in doctor.stdout
     assert "nothing can run here" in doctor.stdout

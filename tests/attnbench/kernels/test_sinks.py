@@ -95,7 +95,7 @@ def test_sinks_apply_to_each_sequence_of_a_packed_batch():
 
 
 @pytest.mark.parametrize(
-    ("sinks", "said"),
+    ("sinks", "message"),
     [
         (torch.zeros(3), "each of 4 query heads"),
         (torch.zeros(1, 4), "each of 4 query heads"),
@@ -104,8 +104,8 @@ def test_sinks_apply_to_each_sequence_of_a_packed_batch():
         (0.5, "must be a torch.Tensor"),
     ],
 )
-def test_invalid_sinks_are_refused(sinks, said):
-    with pytest.raises(InputError, match=said):
+def test_invalid_sinks_are_refused(sinks, message):
+    with pytest.raises(InputError, match=message):
         attention(*random_tensors()[:3], sinks=sinks)
 
 

@@ -41,7 +41,7 @@ def test_specs_with_lengths_round_trip_and_have_distinct_texts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         ({"batch": "ragged"}, "batch must be one of"),
         ({"batch": "packed"}, "total_q must be the number of tokens"),
@@ -53,8 +53,8 @@ def test_specs_with_lengths_round_trip_and_have_distinct_texts() -> None:
         (3, "must be an object"),
     ],
 )
-def test_invalid_lengths_data_is_refused(data: object, said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_invalid_lengths_data_is_refused(data: object, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         AttentionSpec.from_dict({**SPEC.to_dict(), "lengths": data})
 
 
@@ -98,7 +98,7 @@ Q = torch.zeros(1, 1, 9, 4)
 
 
 @pytest.mark.parametrize(
-    ("given_q", "given_kv", "longest", "said"),
+    ("given_q", "given_kv", "longest", "message"),
     [
         (cumulative(0, 5, 4, 9), None, None, "ascend"),
         (cumulative(1, 9), None, None, "ascend"),
@@ -116,13 +116,13 @@ Q = torch.zeros(1, 1, 9, 4)
         (cumulative(0, 9), None, 2.0, "whole number"),
     ],
 )
-def test_invalid_cumulative_lengths_are_named(given_q: object, given_kv: object, longest: object, said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_invalid_cumulative_lengths_are_named(given_q: object, given_kv: object, longest: object, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         packed(Q, Q, given_q, given_q if given_kv is None else given_kv, longest, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("lengths", "side", "said"),
+    ("lengths", "side", "message"),
     [
         (cumulative(10), "right", "between 0 and 9"),
         (cumulative(-1), "right", "between 0 and 9"),
@@ -131,6 +131,6 @@ def test_invalid_cumulative_lengths_are_named(given_q: object, given_kv: object,
         (cumulative(1), "middle", "padding_side"),
     ],
 )
-def test_invalid_row_lengths_are_named(lengths: torch.Tensor, side: str, said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_invalid_row_lengths_are_named(lengths: torch.Tensor, side: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         padded(Q, Q, None, lengths, side)

@@ -81,7 +81,7 @@ def test_a_pickled_spec_contains_only_its_fields():
         ({"dtype": "e4m3", "descale": "row"}, "descale"),
     ],
 )
-def test_impossible_specs_say_what_is_wrong(change, word):
+def test_impossible_specs_are_errors_that_name_what_is_wrong(change, word):
     with pytest.raises(InputError, match=word):
         AttentionSpec.make(**{"batch": 1, "heads": 4, "seqlen_q": 8, "head_dim": 64, **change})
 

@@ -133,8 +133,8 @@ def test_any_value_is_an_environment_or_an_input_error(name, value):
     try:
         found = Environment.from_dict(data)
     except InputError as error:
-        said = str(error)
-        assert name in said
+        message = str(error)
+        assert name in message
     else:
         assert found.to_dict()[name] == value
 
@@ -173,8 +173,8 @@ def test_a_mig_instance_and_a_gpu_are_distinguished_by_their_prefix(monkeypatch,
     fake_nvml.install(monkeypatch, fake_nvml.Board(f"MIG-{ONE}"))
     with Nvml() as nvml:
         assert (nvml.gpu(prefix + ONE) is None) == (prefix == "GPU-")
-        said = "NVML finds no GPU of this device's UUID: Not Found"  # which does not disclose it
-        assert nvml.reason == (said if prefix == "GPU-" else None)
+        reason = "NVML finds no GPU of this device's UUID: Not Found"  # which does not disclose it
+        assert nvml.reason == (reason if prefix == "GPU-" else None)
 
 
 @pytest.mark.parametrize("query", ["nvmlSystemGetDriverVersion", "nvmlDeviceGetName", "nvmlShutdown"])

@@ -67,9 +67,9 @@ def warning_of_folders(*, of: int = 1) -> str:
         assert len(folder_tables()) == of
         assert len(folder_tables()) == of
     assert [each.category for each in caught] == [AttnbenchWarning]
-    said = str(caught[0].message)
-    assert said.isprintable()
-    return said
+    message = str(caught[0].message)
+    assert message.isprintable()
+    return message
 
 
 # --- which are used, and in which order ---

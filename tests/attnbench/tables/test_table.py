@@ -124,7 +124,7 @@ def test_merged_tables_use_the_host_speed_of_the_larger_table_that_has_one(launc
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "reason"),
     [
         ({"time_ms": None, "status": "oom", "reason": "no room"}, "oom when it was measured: no room"),
         ({"errors": {}}, "when it was measured"),
@@ -134,10 +134,10 @@ def test_merged_tables_use_the_host_speed_of_the_larger_table_that_has_one(launc
         ({"plan": "a:fp8-token>b:bf16", "errors": {"normal": 9e-5, "outlier": 1e-9}}, "less than 8 bits"),
     ],
 )
-def test_an_unusable_entry_gives_its_reason(more, said):
+def test_an_unusable_entry_gives_its_reason(more, reason):
     entry = entry_of(**more)
     assert not entry.usable
-    assert re.search(said, entry.unusable)
+    assert re.search(reason, entry.unusable)
 
 
 def valid_data(**change) -> dict:

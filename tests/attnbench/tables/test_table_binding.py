@@ -53,7 +53,7 @@ def torch_upgrade(torch: str, local: str = "+cu130") -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "gone", "said"),
+    ("changes", "gone", "message"),
     [
         (installed_backends(te="2.21.0"), {"te:fp8"}, "measured with te 2.20.2, here is 2.21.0"),
         (installed_backends(te="2.20.2rc1"), {"te:fp8"}, "measured with te 2.20.2, here is 2.20.2rc1"),
@@ -80,16 +80,16 @@ def torch_upgrade(torch: str, local: str = "+cu130") -> dict[str, object]:
         ),
     ],
 )
-def test_another_release_of_a_backend_drops_only_its_entries(changes, gone, said):
+def test_another_release_of_a_backend_drops_only_its_entries(changes, gone, message):
     found = binding(**changes)
     assert found.refused == ()
     assert unused_plans(found) == gone
     assert set(found.dropped) <= {kernel.partition(":")[0] for plan in gone for kernel in plan.split(">")}
-    assert any(said in reason for reason in found.dropped.values())
+    assert any(message in reason for reason in found.dropped.values())
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "expected"),
     [
         (installed_backends(te="2.20.9"), ["te was 2.20.2, is 2.20.9"]),
         ({"origins": {"te": "transformer-engine 2.20.9 on cuDNN 91905"}}, []),
@@ -103,11 +103,11 @@ def test_another_release_of_a_backend_drops_only_its_entries(changes, gone, said
         ({"driver": None, "power_cap_w": None}, []),
     ],
 )
-def test_soft_differences_are_reported_and_entries_are_used(changes, said):
+def test_soft_differences_are_reported_and_entries_are_used(changes, expected):
     found = binding(**changes)
     assert unused_plans(found) == set()
     assert found.dropped == {}
-    assert len(found.soft) == said if isinstance(said, int) else list(found.soft) == said
+    assert len(found.soft) == expected if isinstance(expected, int) else list(found.soft) == expected
 
 
 def test_control_characters_in_a_files_names_are_escaped():

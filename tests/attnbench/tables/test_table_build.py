@@ -51,7 +51,7 @@ def test_the_newest_row_of_several_sweeps_is_used_in_any_order():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"device_name": "NVIDIA H100"}, "device_name was A CPU, is NVIDIA H100"),
         ({"torch": "2.9.1"}, "torch was 2.9.0, is 2.9.1"),
@@ -60,8 +60,8 @@ def test_the_newest_row_of_several_sweeps_is_used_in_any_order():
         ({"power_cap_w": 500}, "power_cap_w was 700, is 500"),
     ],
 )
-def test_incompatible_sweeps_are_refused_with_the_reason(changes, said):
-    with pytest.raises(MisuseError, match=f"one and two: .*must not be mixed.*{said}"):
+def test_incompatible_sweeps_are_refused_with_the_reason(changes, message):
+    with pytest.raises(MisuseError, match=f"one and two: .*must not be mixed.*{message}"):
         join_sweeps({"one": [row()], "two": [row(environment=replace(HERE, **changes))]})
     with pytest.raises(MisuseError, match=r"^one: .*must not be mixed"):
         join_sweeps({"one": [row(), row(environment=replace(HERE, **changes))]})

@@ -60,11 +60,11 @@ def examine(name: str) -> Report:
 
 @pytest.mark.parametrize("name", [*FORWARDS, *BACKWARDS])
 def test_each_planted_fault_is_reported_by_its_check(name: str) -> None:
-    _, expected, said = (FORWARDS | BACKWARDS)[name]  # type: ignore[operator]
+    _, expected, message = (FORWARDS | BACKWARDS)[name]  # type: ignore[operator]
     report = examine(name)
     assert [each.check for each in report.failures] == [expected], str(report)
     (failure,) = report.failures
-    assert said in failure.said
+    assert message in failure.said
     assert failure.look
     assert not report.ok
 

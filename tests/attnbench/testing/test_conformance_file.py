@@ -53,17 +53,17 @@ def test_a_kernel_whose_checks_were_all_skipped_is_not_covered(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("facts", "said"),
+    ("facts", "message"),
     [
         ({"device": "NVIDIA H100 80GB HBM3"}, "is of NVIDIA H100 80GB HBM3, the table of NVIDIA H200"),
         ({"version": "0.5.0"}, "is of fa3 0.5.0, the table of 0.4.2.post2"),
     ],
 )
 def test_a_report_from_another_device_or_version_does_not_cover_the_table(
-    facts: dict[str, str], said: str, tmp_path: Path
+    facts: dict[str, str], message: str, tmp_path: Path
 ) -> None:
     (fault,) = faults(report(tmp_path, *findings("fa3:bf16", out="passed"), **facts))
-    assert said in fault
+    assert message in fault
     assert faults(report(tmp_path, *findings("te:bf16", out="failed"), **facts)) == []  # the table has none of it
 
 

@@ -61,11 +61,11 @@ def test_an_exception_without_a_message_names_its_source_line():
         raise AssertionError
     except AssertionError as error:
         silent = error
-    said = in_one_line(
+    summary = in_one_line(
         CompilerError(raise_and_catch(RuntimeError("AssertionError:\n  target: flex_attention"), silent))
     )
-    assert said.startswith("CompilerError: AssertionError in test_failure.py:")
-    assert said.endswith("raise AssertionError")
+    assert summary.startswith("CompilerError: AssertionError in test_failure.py:")
+    assert summary.endswith("raise AssertionError")
     assert in_one_line(KeyError()) == "KeyError"
 
 
@@ -90,9 +90,9 @@ def test_an_implicit_context_is_not_reported_as_the_cause():
 @given(st.lists(st.text(), max_size=4), st.booleans())
 def test_the_summary_is_one_line_of_bounded_length(texts, wrapped):
     error = RuntimeError("\n".join(texts))
-    said = in_one_line(CompilerError(error) if wrapped else raise_and_catch(ValueError(":"), error))
-    assert len(said.splitlines()) == 1
-    assert len(said) < 1500
+    summary = in_one_line(CompilerError(error) if wrapped else raise_and_catch(ValueError(":"), error))
+    assert len(summary.splitlines()) == 1
+    assert len(summary) < 1500
 
 
 def test_circular_causes_terminate():

@@ -37,7 +37,7 @@ def test_every_recipe_round_trips_through_its_name():
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("fp8-hadamard-token", "'emulated:fp8-token-hadamard'"),
         ("fp8-head", "'emulated:fp8'"),
@@ -54,8 +54,8 @@ def test_every_recipe_round_trips_through_its_name():
         ("bf16", "no kernel is named 'emulated:bf16'"),
     ],
 )
-def test_an_invalid_name_is_an_error_that_lists_valid_ones(name, says):
-    with pytest.raises(UnknownBackendError, match=says):
+def test_an_invalid_name_is_an_error_that_lists_valid_ones(name, message):
+    with pytest.raises(UnknownBackendError, match=message):
         Registry([BACKEND]).forward(f"emulated:{name}")
 
 

@@ -53,7 +53,7 @@ def no_triton(patch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "device", "said"),
+    ("change", "device", "message"),
     [
         *(
             pytest.param(with_compiler(compiler), CPU, "g++", marks=needs_avx2)
@@ -68,10 +68,10 @@ def no_triton(patch: pytest.MonkeyPatch, folder: Path) -> None:
     ],
 )
 def test_a_machine_that_cannot_compile_gets_a_refusal_that_names_what_is_missing(
-    change: Change, device: Device, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    change: Change, device: Device, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    if said.startswith(("no ", "{")):
+    if message.startswith(("no ", "{")):
         monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")  # without it, that is the reason
     change(monkeypatch, tmp_path)
     compiler_reason.cache_clear()
@@ -79,4 +79,4 @@ def test_a_machine_that_cannot_compile_gets_a_refusal_that_names_what_is_missing
         (reason,) = KERNEL.refusals(SPEC, device)
     finally:
         compiler_reason.cache_clear()
-    assert said.format(folder=tmp_path) in reason
+    assert message.format(folder=tmp_path) in reason

@@ -56,7 +56,9 @@ def test_any_small_problem_agrees_with_fp64_on_its_operands(
 
 
 @pytest.mark.parametrize(("problem", "kernel"), every_pair(LONG, KERNELS))
-def test_blocks_are_skipped_and_masked_as_the_mask_says(problem: tuple[int, int, Mask], kernel: TritonBackward) -> None:
+def test_blocks_are_skipped_and_masked_as_the_mask_requires(
+    problem: tuple[int, int, Mask], kernel: TritonBackward
+) -> None:
     seqlen_q, seqlen_kv, mask = problem
     spec, (q, k, v, grad_out) = make(seqlen_q, seqlen_kv, mask=mask)
     tiles = Tiles(Tile(32, 64, 4, 2), Tile(64, 32, 4, 2))
@@ -191,8 +193,8 @@ def test_operands_that_are_not_plain_e4m3_are_an_error_with_a_reason() -> None:
         "rotated together": replace(operands, q=quantise(q, Recipe(rotation="hadamard"), rotate=True)),
         "descales": replace(operands, v=replace(operands.v, descale=torch.ones(1, 1, 7, 1))),
     }
-    for said, each in wrong.items():
-        with pytest.raises(InputError, match=said):
+    for message, each in wrong.items():
+        with pytest.raises(InputError, match=message):
             WIDE.run(Saved(each, plain.out, plain.lse), grad_out)
     with pytest.raises(InputError, match="log-sum-exp"):
         WIDE.run(Saved(operands, plain.out, None), grad_out)

@@ -57,15 +57,15 @@ class RecordedLaunch(NamedTuple):
 
     def __str__(self) -> str:
         """All that a launch may not have from another call."""
-        kernel, *said = (getattr(self.launch, name) for name in ("kernel", "grid", "constants", "options"))
-        return f"{kernel.__name__} {said} {program_of(self.first)} {self.addresses % 16}"
+        kernel, *rest = (getattr(self.launch, name) for name in ("kernel", "grid", "constants", "options"))
+        return f"{kernel.__name__} {rest} {program_of(self.first)} {self.addresses % 16}"
 
 
 @pytest.fixture
 def recorded_launches(monkeypatch: pytest.MonkeyPatch) -> list[RecordedLaunch]:
     """Records every launch without running it."""
     found: list[RecordedLaunch] = []
-    monkeypatch.setattr(Launch, "__call__", lambda *said: found.append(RecordedLaunch(*said)))
+    monkeypatch.setattr(Launch, "__call__", lambda *args: found.append(RecordedLaunch(*args)))
     return found
 
 

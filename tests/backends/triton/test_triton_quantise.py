@@ -261,7 +261,7 @@ def test_gradients_do_not_flow_into_it():
 
 
 @pytest.mark.parametrize(
-    ("request_", "said"),
+    ("request_", "message"),
     [
         (Request(torch.zeros(2, 3, 4)), "B, H, S, D"),
         (Request(torch.zeros(1, 1, 0, 8)), "not empty"),
@@ -272,6 +272,6 @@ def test_gradients_do_not_flow_into_it():
         (Request(torch.zeros(1, 3, 4, 8, device="meta")), "one device"),
     ],
 )
-def test_unsupported_requests_are_errors(request_, said):
-    with pytest.raises(InputError, match=said):
+def test_unsupported_requests_are_errors(request_, message):
+    with pytest.raises(InputError, match=message):
         quantised_together([Request(torch.zeros(1, 1, 4, 8)), request_], Recipe("head"))

@@ -55,13 +55,13 @@ def test_refused_specs_fail_or_give_wrong_results(backend: str, precision: str, 
     truth = Truth.of(spec, 1, DEVICE)  # as (B, S, H, D), in which most of the refusals hold
     out, failure = None, ""
     # cuDNN's own errors exist only where its front end does.
-    expected, said = (RuntimeError, "") if backend == "te" else (Exception, "upport")
+    expected, message = (RuntimeError, "") if backend == "te" else (Exception, "upport")
     try:
         out = forward.run(forward.prepare(Inputs.of(truth.inputs[:3]), spec)).out
     except expected as error:
         failure = f"{type(error).__name__} {error}"
     wrong = out is not None and dense.relative_l2(out, truth.out) > 2 * forward.declared_error
-    assert wrong or (failure and said in failure), failure
+    assert wrong or (failure and message in failure), failure
 
 
 WIDER_V = """

@@ -234,9 +234,9 @@ class Process:
         try:
             self.pipe.send((what, job, options))
             if self.pipe.poll(PATIENCE):
-                answer, said = self.pipe.recv()
-                if said is None or "CUDA error" not in said:
-                    return answer, said  # after a CUDA error all that follows would fail too
+                answer, reason = self.pipe.recv()
+                if reason is None or "CUDA error" not in reason:
+                    return answer, reason  # after a CUDA error all that follows would fail too
         except (EOFError, OSError):
             pass
         self.lost = True
@@ -268,13 +268,13 @@ class Tuning:
                 if time.monotonic() > limit:
                     self.failed[job] = "no time left to compile it"
                     continue
-                error, said = process.ask("compile", job, candidates(job.key)[job.number])
-                if said is None and not error <= 1:
-                    said = f"off by {error:.3g} times the declared error"
-                if said is None:
+                error, reason = process.ask("compile", job, candidates(job.key)[job.number])
+                if reason is None and not error <= 1:
+                    reason = f"off by {error:.3g} times the declared error"
+                if reason is None:
                     self.owners[job] = process
                 else:
-                    self.failed[job] = said
+                    self.failed[job] = reason
 
         threads = [threading.Thread(target=work, args=(each,)) for each in self.processes]
         for thread in threads:
@@ -289,11 +289,11 @@ class Tuning:
             for job in (*order, *order[::-1]):
                 if job in self.failed or time.monotonic() > self.ends:
                     continue
-                taken, said = self.owners[job].ask("time", job)
-                if said is None:
+                taken, reason = self.owners[job].ask("time", job)
+                if reason is None:
                     self.times.setdefault(job, []).extend(taken)
                 else:
-                    self.failed[job] = said
+                    self.failed[job] = reason
 
     def medians(self, key: TileKey, length: int) -> dict[int, float]:
         """Milliseconds by the candidate's number."""
@@ -327,9 +327,9 @@ def choose_candidate(by_length: Sequence[Mapping[int, float]]) -> int | None:
 
 def entry(key: TileKey, options: Options) -> str:
     """The line of the table."""
-    said = ", ".join(f'"{name}": {value}' for name, value in options.items())
+    fields = ", ".join(f'"{name}": {value}' for name, value in options.items())
     place = f'{key.capability}, "{key.precision}", {key.head_dim}, "{key.mask}", "{key.direction}"'
-    return f"    TileKey({place}): {{{said}}},"
+    return f"    TileKey({place}): {{{fields}}},"
 
 
 def tune(keys: Sequence[TileKey], lengths: tuple[int, int], tuning: Tuning) -> list[str]:
@@ -351,10 +351,10 @@ def tune(keys: Sequence[TileKey], lengths: tuple[int, int], tuning: Tuning) -> l
         number = choose_candidate(both)
         print(f"\n{key.precision} {key.direction}, D={key.head_dim}, mask {key.mask}")
         for each, options in enumerate(candidates(key)):
-            said = [f"{medians[each]:8.4f} ms" if each in medians else " " * 11 for medians in both]
+            columns = [f"{medians[each]:8.4f} ms" if each in medians else " " * 11 for medians in both]
             reasons = [tuning.failed[job] for job in (Job(key, x, each) for x in lengths) if job in tuning.failed]
             mark = "<- to commit" if each == number else ""
-            print("  ", *said, dict(options) or "torch's default", *reasons, mark)
+            print("  ", *columns, dict(options) or "torch's default", *reasons, mark)
         if number is not None:
             lines.append(entry(key, candidates(key)[number]))
     return lines

@@ -181,13 +181,13 @@ def choose_tile(by_length: Mapping[int, Mapping[Tile, float]]) -> Tile | None:
 
 def entry(key: TileKey, tile: Tile) -> str:
     """The line of the table."""
-    said = [repr(value) for value in tile[:4]]
-    said += [
+    fields = [repr(value) for value in tile[:4]]
+    fields += [
         f"{name}={value!r}"
         for name, value in tile._asdict().items()
         if name in Tile._field_defaults and value != Tile._field_defaults[name]
     ]
-    return f'    TileKey({key.capability}, {key.head_dim}, "{key.mask}", {key.per_key}): Tile({", ".join(said)}),'
+    return f'    TileKey({key.capability}, {key.head_dim}, "{key.mask}", {key.per_key}): Tile({", ".join(fields)}),'
 
 
 def main() -> None:

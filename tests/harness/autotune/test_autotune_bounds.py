@@ -86,7 +86,7 @@ def test_an_interrupt_keeps_what_is_whole_and_leaves_no_process(planted, monkeyp
     assert listening.active is None
 
 
-def test_who_cannot_measure_because_another_does_says_so(unmeasured):
+def test_a_process_that_cannot_measure_because_another_does_reports_so(unmeasured):
     with alone(own_path(), 0.0) as ours:
         assert ours
         # Locks of one process exclude each other as those of two do: each belongs to what was opened.

@@ -67,7 +67,7 @@ def test_a_program_that_fails_is_not_measured(unmeasured):
         pass
 
 
-def test_a_gpu_without_room_is_said_and_not_tried(monkeypatch):
+def test_a_gpu_without_room_is_reported_and_not_tried(monkeypatch):
     free = [0]
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
@@ -82,7 +82,7 @@ def test_a_gpu_without_room_is_said_and_not_tried(monkeypatch):
     assert shortage(large, [Plan("sdpa-flash:bf16")], replace(lab, device=CPU)) is None
 
 
-def test_a_table_that_cannot_be_written_is_said_before_anything_is_measured(own_cache, unmeasured, monkeypatch):
+def test_a_table_that_cannot_be_written_is_reported_before_anything_is_measured(own_cache, unmeasured, monkeypatch):
     place = own_cache / "no folder"
     place.touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(place))

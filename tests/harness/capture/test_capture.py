@@ -125,8 +125,8 @@ def test_masks_are_recognised_and_what_is_none_is_counted_with_its_reason(file):
     assert recorder.seen == 11
     reasons = recorder.unrecorded
     assert reasons.total() == 7
-    for said in ("neither causal nor a window", "learned", "dropout", "not finite", "seqlen_kv", "meta", "storage"):
-        assert sum(count for reason, count in reasons.items() if said in reason) == 1, (said, reasons)
+    for message in ("neither causal nor a window", "learned", "dropout", "not finite", "seqlen_kv", "meta", "storage"):
+        assert sum(count for reason, count in reasons.items() if message in reason) == 1, (message, reasons)
 
 
 def test_a_gradient_that_is_not_finite_leaves_a_forward_call(file):

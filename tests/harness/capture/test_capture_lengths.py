@@ -52,7 +52,7 @@ def test_what_was_captured_is_measured_with_the_lengths_that_it_had(tmp_path):
         draw(training.spec, training.families[0], CPU, SequenceLengths(layout="packed", q=(9, 1, 30)))
 
 
-def test_lengths_that_do_not_fit_their_call_are_said(tmp_path):
+def test_lengths_that_do_not_fit_their_call_are_reported(tmp_path):
     file = tmp_path / "acts.safetensors"
     x = torch.randn(40, 2, 16, dtype=torch.bfloat16)
     with capture(file):

@@ -127,7 +127,7 @@ def test_the_first_call_that_asks_the_same_serves_and_a_number_names_one(acts):
 
 
 def test_values_that_are_not_finite_here_or_in_the_sweep_s_dtype_are_refused(tmp_path):
-    for name, value, dtype, said in (
+    for name, value, dtype, message in (
         ("k", torch.nan, "fp32", "k of captured:x.* not finite"),
         ("grad_out", torch.inf, "fp32", "grad_out of .* not finite"),
         ("v", 1e5, "fp16", "v of .* too large for fp16"),
@@ -135,7 +135,7 @@ def test_values_that_are_not_finite_here_or_in_the_sweep_s_dtype_are_refused(tmp
         tensors = values(SPEC)
         tensors[name][0, 0, 0, 0] = value
         written(tmp_path / "x.safetensors", [SPEC], [tensors])
-        with pytest.raises(InputError, match=said):
+        with pytest.raises(InputError, match=message):
             draw(SPEC.replace(dtype=dtype), read_captured(tmp_path / "x.safetensors").family(0), CPU)
 
 
@@ -186,9 +186,9 @@ CHANGES = {
 
 @pytest.mark.parametrize("kind", [*HOSTILE, *CHANGES])
 def test_a_corrupt_file_or_one_that_lies_is_malformed(acts, kind):
-    change, said = HOSTILE.get(kind) or CHANGES[kind]
+    change, message = HOSTILE.get(kind) or CHANGES[kind]
     acts.write_bytes(change(acts.read_bytes()) if kind in HOSTILE else changed(acts, change))
-    with pytest.raises(MalformedFileError, match=said) as caught:
+    with pytest.raises(MalformedFileError, match=message) as caught:
         read_captured(acts)
     assert str(caught.value).startswith(f"{acts}: expected ")
 

@@ -76,7 +76,7 @@ def test_a_script_runs_as_under_python_and_its_tensors_are_kept(here, program, t
 
 
 @pytest.mark.parametrize(
-    ("end", "code", "said"),
+    ("end", "code", "message"),
     [
         ("sys.exit(3)", 3, ""),
         ("from attnbench import Mask; Mask(-1)", 1, "InputError"),  # exit code 2 were this ours
@@ -84,11 +84,11 @@ def test_a_script_runs_as_under_python_and_its_tensors_are_kept(here, program, t
     ],
 )
 def test_however_the_program_ends_its_code_is_kept_and_so_is_what_was_recorded(
-    here, program, tmp_path, end, code, said
+    here, program, tmp_path, end, code, message
 ):
     program.write_text(PROGRAM + end + "\n")
     done = here("capture", "--out", "acts.safetensors", "program.py", "7", code=code)
-    assert said in done.stderr
+    assert message in done.stderr
     assert len(read_captured(tmp_path / "acts.safetensors").calls) == 1
     assert list(tmp_path.glob(".acts*")) == []
     if "Traceback" in done.stderr:
@@ -96,7 +96,7 @@ def test_however_the_program_ends_its_code_is_kept_and_so_is_what_was_recorded(
         assert done.stderr[first:].startswith('File "program.py"')
 
 
-def test_what_is_not_kept_is_told(here, program, tmp_path):
+def test_what_is_not_kept_is_reported(here, program, tmp_path):
     program.write_text(PROGRAM + "for _ in range(9): sdpa(q, k, v); sdpa(q, k, v, dropout_p=0.5)\n")
     options = ("--out", "acts.safetensors", "--max-bytes", "6KiB", "--most", "3")
     done = here("capture", *options, "program.py", "7")
@@ -117,7 +117,7 @@ def test_nothing_to_record_is_a_failure_unless_the_program_failed(here, program,
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         (("--out", "acts.pt", "program.py"), 2, ".safetensors"),
         (("--out", "acts.safetensors", "none.py"), 2, "no such script: 'none.py'"),
@@ -128,9 +128,9 @@ def test_nothing_to_record_is_a_failure_unless_the_program_failed(here, program,
         (("--out", "none/acts.safetensors", "program.py"), 1, "cannot be written"),
     ],
 )
-def test_misuse_runs_nothing(here, program, tmp_path, arguments, code, said):
+def test_misuse_runs_nothing(here, program, tmp_path, arguments, code, message):
     done = here("capture", *arguments, code=code)
-    assert said in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["program.py"]
 

@@ -1,4 +1,4 @@
-"""Presets and case files: what a sweep is about, and what is said of a file that is none."""
+"""Presets and case files: what a sweep is about, and how a malformed file is reported."""
 
 import itertools
 
@@ -101,7 +101,7 @@ def test_lists_are_multiplied_out(tmp_path):
         (ENTRY + "  seqlen_kv: [" + ", ".join(map(str, range(1, 10_003))) + "]\n", 1, "at most 10000"),
     ],
 )
-def test_a_malformed_file_is_said_with_its_line(tmp_path, text, line, expected):
+def test_a_malformed_file_is_reported_with_its_line(tmp_path, text, line, expected):
     file = tmp_path / "cases.yaml"
     file.write_text(text)
     with pytest.raises(MalformedFileError, match=expected) as caught:

@@ -119,7 +119,7 @@ def test_the_numbers_that_committed_results_were_drawn_with_stay(family, last):
     assert drawn == pytest.approx(last, abs=1e-4)
 
 
-def test_families_and_specs_have_their_own_numbers_and_unknown_ones_are_said():
+def test_families_and_specs_have_their_own_numbers_and_an_unknown_family_is_an_error():
     drawn = [draw(SPEC, family, CPU) for family in FAMILIES]
     drawn += [draw(SPEC.replace(scale=0.5), family, CPU) for family in FAMILIES]
     for name in ("q", "k", "v", "grad_out"):

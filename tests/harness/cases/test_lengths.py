@@ -123,7 +123,7 @@ def test_lengths_of_a_file_come_in_its_order_and_from_the_first_again(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("entry", "said"),
+    ("entry", "message"),
     [
         (f"  batch: 2\n  {DRAWN}}}", "expected lengths or batch in this entry, not both"),
         ("  lengths: 5", "expected a mapping of distribution"),
@@ -142,10 +142,10 @@ def test_lengths_of_a_file_come_in_its_order_and_from_the_first_again(tmp_path):
         ("  lengths: {distribution: zipf, total: 5, longer: 2}", "expected one of distribution"),
     ],
 )
-def test_a_file_says_what_is_wrong_with_its_lengths(tmp_path, entry, said):
+def test_invalid_lengths_in_a_file_are_reported(tmp_path, entry, message):
     path = tmp_path / "cases.yaml"
     path.write_text(f"{ENTRY}{entry}\n")
-    with pytest.raises(MalformedFileError, match=said):
+    with pytest.raises(MalformedFileError, match=message):
         read_cases(path, "fp8")
 
 

@@ -35,9 +35,9 @@ def rows(count=1, costs=("call",), device_type="cpu"):
 
 
 def run(sides, gated, seconds=math.inf):
-    said = []
-    Gate(sides, seconds, said.append).run(gated)
-    return said
+    lines = []
+    Gate(sides, seconds, lines.append).run(gated)
+    return lines
 
 
 def judged(gated):
@@ -61,11 +61,11 @@ def test_an_unchanged_row_is_excluded_with_few_rounds_in_one_process():
 @pytest.mark.parametrize("size", [0.1, 0.045])
 def test_a_slow_down_is_found_once_other_processes_show_it_too(size):
     sides, gated = Sides(lambda side, number, *_: size * (side == "NEW" and number == 1)), rows(3)
-    said = run(sides, gated)
+    lines = run(sides, gated)
     assert [each.series["call"].finding for each in gated] == ["same", "slower", "same"]
     assert sides.generation == 1
     assert sides.visits[0] < sides.visits[1] <= 2 * 8 * (1 + LOOKS[1])
-    assert any("again" in line for line in said)
+    assert any("again" in line for line in lines)
     found = judged(gated)
     assert found.exit_code == 1
     (slow,) = [each for each in found.outcomes if each.regressed]
@@ -151,7 +151,7 @@ def test_processes_of_the_same_code_are_taken_to_be_about_as_far_apart_as_was_se
     assert apart / 2 < 1.64 * floor_of("prepared", ms, device_type) < 2 * apart
 
 
-def test_when_time_is_over_what_is_open_is_not_certain_and_says_how_much_more_it_needs():
+def test_when_time_is_over_what_is_open_is_not_certain_and_reports_how_much_more_it_needs():
     gated = rows(2)
     run(Sides(), gated, seconds=0.0)
     found = judged(gated)

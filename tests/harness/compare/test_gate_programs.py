@@ -52,18 +52,18 @@ def base(tmp_path_factory):
 def test_a_gate_looks_at_a_row_visits_both_sides_and_keeps_the_rounds(base, tmp_path, monkeypatch):
     LocalWorkers(monkeypatch)
     monkeypatch.setattr(gating, "Sides", lambda *_: Sides(lambda side, *_: float(side == "NEW")))
-    folder, said = tmp_path / "new", []
+    folder, lines = tmp_path / "new", []
     asked = folder, Terms(limits=Limits(time=0.5)), torch.device("cpu"), Path(sys.executable), 5.0
-    found = run_gate(base, *asked, cases=["shorter"], say=said.append)
+    found = run_gate(base, *asked, cases=["shorter"], say=lines.append)
     assert [(each.key[0], each.verdict) for each in found.regression.outcomes] == [("shorter", "slower")]
     assert found.regression.exit_code == 1
     assert [row.status for row in found.new.values()] == ["ok"]
     assert list(read_measurements(folder / MEASUREMENTS)) == list(found.new.values())
     assert {(each.case, each.against) for each in found.rounds} == {("shorter", "BASE")}
-    assert said[:2] == ["BASE and NEW", "a first look at 1 rows"]
+    assert lines[:2] == ["BASE and NEW", "a first look at 1 rows"]
 
 
-# How far visits vary, the limit, BASE's recorded generations if its environment is not there, minutes; what is said.
+# How far visits vary, the limit, BASE's recorded generations if its environment is not there, minutes; the advice.
 WIDE, NARROW, RECORDED = 0.5, 0.004, [[0.0, 0.001] * 5] * 2
 ADVICE = {
     "noise": (0.9, 0.05, None, 5.0, r"about 1 more minute would settle it \(--minutes 6\)"),
@@ -75,7 +75,7 @@ ADVICE = {
 
 
 @pytest.mark.parametrize(("noise", "limit", "recorded", "minutes", "advice"), ADVICE.values(), ids=ADVICE)
-def test_a_gate_that_is_not_certain_says_what_would_make_it_certain(
+def test_a_gate_that_is_not_certain_reports_what_would_make_it_certain(
     tmp_path, monkeypatch, noise, limit, recorded, minutes, advice
 ):
     LocalWorkers(monkeypatch)
@@ -107,16 +107,16 @@ def test_what_takes_much_longer_is_slower_and_the_other_row_is_not(base, tmp_pat
     old = python(tmp_path, "old", f'[ -z "$PYTHONPATH" ] && SLOWED= PYTHONPATH={SUPPORT} exec {sys.executable} "$@"')
     (tmp_path / "slowed.json").write_text(json.dumps({str(SPEC): {PLAN: 30.0}}))
     monkeypatch.setenv("SLOWED", str(tmp_path / "slowed.json"))
-    terms, said = Terms(limits=Limits(time=9.0)), []
-    found = run_gate(base, tmp_path / "new", terms, torch.device("cpu"), old, 5.0, say=said.append, source=SOURCE)
+    terms, lines = Terms(limits=Limits(time=9.0)), []
+    found = run_gate(base, tmp_path / "new", terms, torch.device("cpu"), old, 5.0, say=lines.append, source=SOURCE)
     verdicts = {each.key[0]: each.verdict for each in found.regression.outcomes}
     assert verdicts == {"tiny": "slower", "shorter": "same"}
     assert found.regression.exit_code == 1
-    assert any("is the old one really the old one?" in line for line in said)
+    assert any("is the old one really the old one?" in line for line in lines)
     assert {(each.case, each.against) for each in found.rounds} == {(case, "BASE") for case in SPECS}
 
 
-def test_an_environment_without_a_gate_is_said_before_anything_is_measured(base, tmp_path):
+def test_an_environment_without_a_gate_is_reported_before_anything_is_measured(base, tmp_path):
     old = python(tmp_path, "old", f'exec {sys.executable} -I -S "$@"')
     run = attnbench("gate", "--base", base, "--base-python", old, "--out", tmp_path / "out")
     fails_in_one_line(run, 2, f"{old} has no attnbench with a gate")

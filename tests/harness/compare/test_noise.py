@@ -39,7 +39,7 @@ def test_more_than_three_visits_explain_no_less_of_what_runs_are_apart():
 
 @pytest.mark.parametrize(("ratio", "verdict"), [(1.0, "same"), (1.28, "slower")])
 def test_what_became_of_every_row_is_found_in_each(ratio, verdict):
-    """Though their usual deviation cannot be told from it."""
+    """Though their usual deviation cannot be distinguished from it."""
     base = results(*(row(f"case {number}", seed=number) for number in range(ROWS)))
     new = results(*(slowed(each, ratio) for each in base.values()))
     found = compare_results(base, new, Terms(Limits(time=0.2)))

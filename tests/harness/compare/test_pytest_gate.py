@@ -108,7 +108,7 @@ def gates(session: Path) -> dict[str, Any]:
 def failures(session: Path) -> dict[str, str]:
     """By test, why it failed."""
     cases = ElementTree.parse(session / "out.xml").iter("testcase")
-    return {each.get("name", ""): said.get("message", "") for each in cases for said in each.iter("failure")}
+    return {each.get("name", ""): failure.get("message", "") for each in cases for failure in each.iter("failure")}
 
 
 def test_a_plan_that_is_slower_than_in_the_old_environment_fails(
@@ -121,7 +121,7 @@ def test_a_plan_that_is_slower_than_in_the_old_environment_fails(
     assert failures["test_slower"].startswith("Failed: planted:fp16 on b1 h2 s32 d16 fp16 forward, cpu: slower: call +")
 
 
-def test_one_that_is_not_passes_and_says_what_could_have_been_seen(session: Path, gates: dict[str, Any]) -> None:
+def test_one_that_is_not_passes_and_reports_what_could_have_been_seen(session: Path, gates: dict[str, Any]) -> None:
     found = gates["test_steady"]
     assert (found["verdict"], found["certain"]) == ("same", True)
     assert 0 < found["visible"] <= found["limits"]["time"] == 1
@@ -143,7 +143,7 @@ def test_processes_are_kept_from_test_to_test_and_closed_at_the_end(session: Pat
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--attention-base-python=nowhere/python"], "nowhere/python is no program; expected the Python of an env"),
         (["--attention-fail-on=3"], "--attention-fail-on: expected a percentage such as 3% or 0.5%"),
@@ -151,11 +151,11 @@ def test_processes_are_kept_from_test_to_test_and_closed_at_the_end(session: Pat
     ],
 )
 def test_options_that_make_no_sense_are_named_before_anything_runs(
-    tmp_path: Path, options: Sequence[str], said: str
+    tmp_path: Path, options: Sequence[str], message: str
 ) -> None:
     (tmp_path / "test_it.py").write_text("def test_it(): ...\n")
     done = pytest_in(tmp_path, f"--attention-base-python={old_python(tmp_path)}", *options)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert said in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     assert "passed" not in done.stdout

@@ -64,7 +64,7 @@ def test_other_times(attention_benchmark, monkeypatch):
     monkeypatch.setattr(Stats, "update", lambda self, duration: kept(self, 2 * duration))
     attention_benchmark("planted:bf16", SPEC, device="cpu")
 
-def test_late(benchmark, request):  # when pytest-benchmark cannot be told any more
+def test_late(benchmark, request):  # when pytest-benchmark can no longer be informed
     request.getfixturevalue("attention_benchmark")
 
 def test_twice(attention_benchmark):
@@ -123,11 +123,11 @@ def test_what_is_saved_are_the_samples_of_the_row(
     assert found["stats"]["data"] == [sample / 1e3 for sample in row.time_ms[cost]]
     assert found["stats"]["rounds"] == len(row.time_ms[cost])
     assert found["stats"]["iterations"] == 1
-    told = found["extra_info"]
-    assert (told["cost"], told["device"], told["plan"]) == (cost, "cpu", str(row.plan))
-    assert AttentionSpec.from_dict(told["spec"]) == row.spec
-    assert told["error"] == row.error
-    assert told["bound"] == row.correctness.bound
+    info = found["extra_info"]
+    assert (info["cost"], info["device"], info["plan"]) == (cost, "cpu", str(row.plan))
+    assert AttentionSpec.from_dict(info["spec"]) == row.spec
+    assert info["error"] == row.error
+    assert info["bound"] == row.correctness.bound
     assert found["options"] == {"timer": row.performance.timer}
 
 
@@ -157,14 +157,14 @@ def test_a_session_is_compared_with_a_saved_one(measured: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"commit": "1234567", "memory_bytes": 1}, None),  # times depend on neither
         ({"torch": "1.0.0"}, "torch was 1.0.0, is "),
         ({"python": []}, "not an environment: python: Input should be a valid string"),
     ],
 )
-def test_saved_sessions_of_another_environment_are_warned_of(change: dict[str, object], said: str | None) -> None:
+def test_saved_sessions_of_another_environment_are_warned_of(change: dict[str, object], message: str | None) -> None:
     """Before pytest-benchmark compares the rest, in which our entry then makes no difference."""
     warned: list[str] = []
     config = SimpleNamespace(issue_config_time_warning=lambda warning, stacklevel: warned.append(str(warning)))
@@ -175,14 +175,16 @@ def test_saved_sessions_of_another_environment_are_warned_of(change: dict[str, o
     assert ours == saved
     comparing.close()
     assert ours == {}
-    assert [said is not None and said in each for each in warned] == [True] * (said is not None)
+    assert [message is not None and message in each for each in warned] == [True] * (message is not None)
 
 
 @pytest.fixture(scope="module")
 def outcomes(measured: Path) -> dict[str, str]:
     """What became of each test, with the message; empty where it passed."""
     cases = ElementTree.parse(measured / "out.xml").iter("testcase")
-    return {each.get("name", ""): "".join(f"{said.tag}: {said.get('message')}" for said in each) for each in cases}
+    return {
+        each.get("name", ""): "".join(f"{element.tag}: {element.get('message')}" for element in each) for each in cases
+    }
 
 
 def test_what_goes_wrong_fails_its_own_test_with_the_reason(outcomes: dict[str, str]) -> None:
@@ -204,18 +206,18 @@ def test_what_goes_wrong_fails_its_own_test_with_the_reason(outcomes: dict[str, 
 
 
 def test_a_plan_that_does_not_exist_is_shown_at_the_test_s_own_line(measured: Path) -> None:
-    (said,) = [
+    (failure,) = [
         each.findtext("failure", "")
         for each in ElementTree.parse(measured / "out.xml").iter("testcase")
         if each.get("name") == "test_unknown"
     ]
-    assert 'attention_benchmark("planted:bf61"' in said
-    assert "did you mean planted:bf16" in said
-    assert re.findall(r"^(\S+\.py):\d+: ", said, re.MULTILINE) == ["test_it.py"]  # no frame of ours
+    assert 'attention_benchmark("planted:bf61"' in failure
+    assert "did you mean planted:bf16" in failure
+    assert re.findall(r"^(\S+\.py):\d+: ", failure, re.MULTILINE) == ["test_it.py"]  # no frame of ours
 
 
 def test_an_inaccurate_plan_is_reported_and_fails_and_what_failed_otherwise_is_not(benchmarks: dict[str, Any]) -> None:
     assert benchmarks.keys() == {*COSTS, "test_other", "test_inaccurate"}
-    told = benchmarks["test_inaccurate"]["extra_info"]
-    assert (told["status"], told["check"], told["bound"]) == ("inaccurate", "error", 1e-3)
-    assert told["error"]["normal"]["out"] > 1e-3
+    info = benchmarks["test_inaccurate"]["extra_info"]
+    assert (info["status"], info["check"], info["bound"]) == ("inaccurate", "error", 1e-3)
+    assert info["error"]["normal"]["out"] > 1e-3

@@ -54,7 +54,7 @@ FAR = {name: {"environment": replace(HERE, **{name: value})} for name, value in 
     ("device_type", "cpu"),
 )}  # fmt: skip
 OTHER_SPEC = {"spec": AttentionSpec.make(batch=9, heads=2, seqlen_q=65, head_dim=16)}
-# What is said of BASE's row and NEW's, each changed so: terms, verdict, exit code and a reason.
+# How BASE's row and NEW's are compared, each changed so: terms, verdict, exit code and a reason.
 VERDICTS: dict[str, tuple[dict, dict, Terms, str, int, str]] = {
     "1.2 times as long": ({}, {"time_ms": times(1, ratio=1.2)}, WIDE, "slower", 1, "kernel +"),
     "twelve times as long": ({}, {"time_ms": times(1, ratio=12)}, WIDE, "slower", 1, "kernel 12"),
@@ -101,21 +101,21 @@ VERDICTS: dict[str, tuple[dict, dict, Terms, str, int, str]] = {
 
 
 @pytest.mark.parametrize(("before", "after", "terms", "verdict", "code", "reason"), VERDICTS.values(), ids=VERDICTS)
-def test_what_is_said_of_a_row(before, after, terms, verdict, code, reason):
+def test_a_row_has_its_verdict_exit_code_and_reason(before, after, terms, verdict, code, reason):
     outcome, exit_code = verdict_of(row(**before), row(seed=1, **after), terms)
     assert (outcome.verdict, exit_code) == (verdict, code)
     assert any(each.startswith(reason) for each in outcome.reasons) == (verdict != "same")
 
 
-def test_the_error_that_rose_most_is_said_with_the_number_of_the_others():
+def test_the_error_that_rose_most_is_reported_with_the_number_of_the_others():
     """Five times as large is more than what was FP32 rounding and is a little more."""
-    (said,) = verdict_of(row(), row(seed=1, **error(out=0.25, lse=3e-6, outlier=0.12)))[0].reasons
-    assert said == "out on normal: its error was 0.05, is 0.25, and 2 more"
-    (said,) = verdict_of(row(), row(seed=1, **error(outlier=0.11)))[0].reasons
-    assert said == "out on outlier: its error was 0.08, is 0.11"
+    (reason,) = verdict_of(row(), row(seed=1, **error(out=0.25, lse=3e-6, outlier=0.12)))[0].reasons
+    assert reason == "out on normal: its error was 0.05, is 0.25, and 2 more"
+    (reason,) = verdict_of(row(), row(seed=1, **error(outlier=0.11)))[0].reasons
+    assert reason == "out on outlier: its error was 0.08, is 0.11"
 
 
-def test_a_clock_that_hardly_changed_is_not_said():
+def test_a_clock_that_hardly_changed_is_not_reported():
     outcome, _ = verdict_of(row(**on(1980)), row(**on(1975), time_ms=times(1, ratio=1.2)))
     assert outcome.verdict == "slower"
     assert "clock" not in "".join(outcome.reasons)
@@ -123,7 +123,7 @@ def test_a_clock_that_hardly_changed_is_not_said():
 
 @given(st.integers(1, 9998))
 def test_what_is_visible_is_rounded_up_to_a_tenth_of_a_percent(tenths):
-    """So that a slow-down of what is said would have been found."""
+    """So that a slow-down of the reported size would have been found."""
     assert share(percentage(f"{tenths / 10:g}%")) == f"{tenths / 10:g}%"
     assert share((tenths + 0.3) / 1000) == f"{(tenths + 1) / 10:g}%"
 
@@ -144,7 +144,7 @@ def test_what_ran_and_fails_now_failed_whatever_is_allowed(status, terms):
 
 
 @pytest.mark.parametrize("visits", [[3], [1, 1, 1], [40]])
-def test_a_cost_of_one_visit_or_three_samples_needs_another_that_says_the_same(visits):
+def test_a_cost_of_one_visit_or_three_samples_needs_another_that_agrees(visits):
     def few(kernel, call):
         taken = {"kernel": [kernel] * sum(visits), "call": [call] * 40}
         return row(time_ms=taken, visits={"kernel": visits, "call": [5] * 8})
@@ -261,12 +261,14 @@ def test_what_base_has_no_numbers_of_cannot_regress(pair):
     assert compare_results(base, new, WIDE).exit_code == 0
 
 
-def test_other_software_is_compared_and_said():
+def test_other_software_is_compared_and_reported():
     now = replace(HERE, torch="2.10.0", attnbench="0.2.0", backends={"fa3": "3.1"}, uuid_hash="0123456789ab")
     found = compare_results(results(row()), results(slowed(row(seed=1, environment=now), 1.2)), Terms())
     assert found.exit_code == 1
-    said = "; ".join(found.differences)
-    assert all(each in said for each in ("torch was 2.9.0, is 2.10.0", "the backend fa3 was 3.0, is 3.1", "uuid_hash"))
+    differences = "; ".join(found.differences)
+    assert all(
+        each in differences for each in ("torch was 2.9.0, is 2.10.0", "the backend fa3 was 3.0, is 3.1", "uuid_hash")
+    )
 
 
 def test_a_regression_beside_an_unlike_machine_is_one_and_nothing_comparable_is_not():

@@ -83,7 +83,7 @@ def test_errors_of_a_part_are_taken_at_the_same_heads():
     assert errors["dv"] < 3e-3
 
 
-def test_a_wrong_shape_is_said():
+def test_a_wrong_shape_is_reported():
     values = answers(SPEC)
     values["dv"] = values["dv"].transpose(2, 3)
     with pytest.raises(AttnbenchError, match=r"dv has the shape .*, not \(2, 3, 47, 24\)"):
@@ -130,7 +130,7 @@ def by_hand(value: torch.Tensor, truth: torch.Tensor) -> dict[str, float]:
     st.integers(0, 2**31),
     st.sampled_from([torch.float64, torch.bfloat16]),
 )
-def test_every_number_is_what_its_definition_says(shape, noise, seed, dtype):
+def test_every_number_is_that_of_its_definition(shape, noise, seed, dtype):
     truth = normal(*shape, seed=seed) * normal(*shape[:3], 1, seed=seed + 2) ** 3  # heads and rows of all sizes
     value = (truth + noise * normal(*shape, seed=seed + 1)).to(dtype)
     found, expected = judge_tensor("dq", value, truth), by_hand(value, truth)
@@ -229,7 +229,7 @@ def test_nothing_is_kept_of_input_buffers_that_are_filled_anew():
 
 
 @pytest.mark.parametrize("direction", ["forward", "training"])
-def test_a_truth_in_fp32_says_so_and_is_one_for_16_bits(direction):
+def test_a_truth_in_fp32_is_marked_so_and_is_one_for_16_bits(direction):
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=200, head_dim=32, mask=Mask(right=0), direction=direction)
     inputs = draw(spec, "normal", torch.device("cpu"))
     exact, narrow = (Truth.of(spec, inputs, registry(), precision=precision) for precision in ("fp64", "fp32"))

@@ -64,7 +64,7 @@ def test_what_holds_the_clock_down_has_a_name(monkeypatch, bits, names, clock_se
 
 
 @pytest.mark.parametrize(
-    ("query", "fact", "said"),
+    ("query", "fact", "message"),
     [
         ("clock", "clock_mhz", "clock"),
         ("memory", "memory_mhz", "memory clock"),
@@ -73,7 +73,7 @@ def test_what_holds_the_clock_down_has_a_name(monkeypatch, bits, names, clock_se
         ("reasons", "throttled", "clock reasons"),
     ],
 )
-def test_one_query_that_fails_costs_its_own_value_and_says_so(monkeypatch, query, fact, said):
+def test_one_query_that_fails_costs_its_own_value_and_is_reported(monkeypatch, query, fact, message):
     fake_nvml.install(monkeypatch, Board(f"GPU-{ONE}", failing={query: NOT_SUPPORTED}))
     with Watch(ONE, QUICK) as watch:
         wait_until(lambda: readings_of(watch) >= 2)
@@ -81,7 +81,7 @@ def test_one_query_that_fails_costs_its_own_value_and_says_so(monkeypatch, query
     assert found is not None
     lacking = {name for name, value in found.model_dump().items() if value is None}
     assert lacking == ({"throttled", "clock_set"} if fact == "throttled" else {fact})
-    assert f"{said} ({NOT_SUPPORTED})" in (watch.note or "")
+    assert f"{message} ({NOT_SUPPORTED})" in (watch.note or "")
 
 
 def test_a_gpu_that_is_lost_in_mid_run_ends_the_readings_and_nothing_else(monkeypatch):
@@ -101,7 +101,7 @@ def test_a_gpu_that_is_lost_in_mid_run_ends_the_readings_and_nothing_else(monkey
 
 
 @pytest.mark.parametrize(
-    ("uuid", "prepare", "said"),
+    ("uuid", "prepare", "message"),
     [
         (None, lambda patch: fake_nvml.install(patch, Board(f"GPU-{ONE}")), "no GPU to watch"),
         (ONE, lambda patch: patch.setitem(sys.modules, "pynvml", None), "nvidia-ml-py"),
@@ -109,14 +109,14 @@ def test_a_gpu_that_is_lost_in_mid_run_ends_the_readings_and_nothing_else(monkey
         (ONE, lambda patch: fake_nvml.install(patch, Board(f"GPU-{TWO}")), "Not Found"),
     ],
 )
-def test_without_a_gpu_to_read_everything_works_and_the_note_says_why(monkeypatch, uuid, prepare, said):
+def test_without_a_gpu_to_read_everything_works_and_the_note_has_the_reason(monkeypatch, uuid, prepare, message):
     fake = prepare(monkeypatch)
     before = threading.active_count()
     with Watch(uuid, QUICK) as watch:
         assert fake is None or fake.sessions == 0
         assert watch.between(ALWAYS) is None
         assert watch.steady(time.perf_counter())
-        assert said in (watch.note or "")
+        assert message in (watch.note or "")
         assert ONE not in (watch.note or "")
         assert threading.active_count() == before
 

@@ -86,7 +86,7 @@ def test_a_device_is_timed_without_the_host_that_starts_it(host, device, before)
 
 
 @given(st.floats(0.3, 3))
-def test_the_start_of_a_small_kernel_says_how_fast_the_host_is(slow):
+def test_the_start_of_a_small_kernel_shows_how_fast_the_host_is(slow):
     with pytest.MonkeyPatch.context() as monkeypatch:
         gpu = simulated(monkeypatch, slow)
         taken = Timer(GPU, visit=0.01, limit=0.3, patience=0.015).take(lambda: gpu.host(1e-4))

@@ -99,7 +99,7 @@ def test_a_result_that_is_no_memory_of_its_own_is_judged_as_it_is(monkeypatch, h
     assert 0.5 < worst(findings) < math.inf
 
 
-def test_a_kernel_that_spoils_its_inputs_is_told_and_harms_no_other(monkeypatch):
+def test_a_kernel_that_spoils_its_inputs_is_reported_and_harms_no_other(monkeypatch):
     bench = bench_of(monkeypatch, Watching(lambda call, v: v.mul_(2)))
     bench.prepare(WATCHED)
     assert holds_first_family(bench)

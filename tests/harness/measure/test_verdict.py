@@ -158,9 +158,9 @@ FAULTS: list[tuple[str, str, Callable[[], Observations]]] = [
 @pytest.mark.parametrize(("name", "make"), [pytest.param(name, make, id=what) for name, what, make in FAULTS])
 def test_a_planted_fault_is_seen_by_its_check_and_by_no_other(name, make, monkeypatch):
     found = make()
-    said = judge(found)
-    assert (said.status, said.check) == ("inaccurate", name)
-    assert said.reason
+    result = judge(found)
+    assert (result.status, result.check) == ("inaccurate", name)
+    assert result.reason
     without(name, monkeypatch)
     assert judge(found) == Verdict("ok")
 
@@ -172,23 +172,23 @@ def judgement(error: float = 0.03, rows: int = 1000, **changes: object) -> Judge
 
 def test_values_that_are_not_finite_are_counted():
     wrong = judgement(math.inf, worst_head=math.inf, worst_row=math.inf, bias=math.inf, nonfinite=3)
-    said = judge(Observations(bound=0.12, judged={"normal": {"out": wrong}}, stale={"out": wrong}))
-    assert said.reason == "the error of out on normal inputs is infinite (values that are not finite: 3), beyond 0.12"
-    said = judge(Observations(bound=0.12, judged={"normal": {"out": judgement()}}, stale={"out": wrong}))
-    assert said.reason.startswith("out has 3 values that are not finite where all inputs are negated, and none where")
+    result = judge(Observations(bound=0.12, judged={"normal": {"out": wrong}}, stale={"out": wrong}))
+    assert result.reason == "the error of out on normal inputs is infinite (values that are not finite: 3), beyond 0.12"
+    result = judge(Observations(bound=0.12, judged={"normal": {"out": judgement()}}, stale={"out": wrong}))
+    assert result.reason.startswith("out has 3 values that are not finite where all inputs are negated, and none where")
 
 
-def test_the_worst_is_said():
+def test_the_worst_is_reported():
     far, near = judgement(0.6), judgement(0.3)
     judged = {"normal": {"out": near, "dq": near}, "sink": {"out": near, "dq": far}, "outlier": {"out": near}}
-    said = judge(Observations(bound=0.12, judged=judged))
-    assert said.reason == "the error of dq on sink inputs is 0.6, beyond 0.12"
-    said = judge(Observations(bound=0.12, judged={"normal": {"out": judgement()}}, stale={"out": far}))
-    assert said.reason.startswith(
+    result = judge(Observations(bound=0.12, judged=judged))
+    assert result.reason == "the error of dq on sink inputs is 0.6, beyond 0.12"
+    result = judge(Observations(bound=0.12, judged={"normal": {"out": judgement()}}, stale={"out": far}))
+    assert result.reason.startswith(
         "out is off by 0.6 where all inputs are negated, by 0.03 where they are not: it keeps"
     )
-    said = judge(Observations(bound=0.12, judged=alike(judgement(0.01)), floor=GOOD))
-    assert said.reason.startswith("the error of out is 0.01 where its quantised operands alone make 0.05: it did not")
+    result = judge(Observations(bound=0.12, judged=alike(judgement(0.01)), floor=GOOD))
+    assert result.reason.startswith("the error of out is 0.01 where its quantised operands alone make 0.05: it did not")
 
 
 def alike(value: Judgement, *families: str, name: str = "out") -> dict[str, dict[str, Judgement]]:
@@ -278,8 +278,8 @@ HEARD: dict[str, tuple[Observations, str | None]] = {
 
 @pytest.mark.parametrize(("found", "check"), HEARD.values(), ids=HEARD)
 def test_what_is_a_fault_and_what_is_none(found, check):
-    said = judge(found)
-    assert (said.status, said.check) == ("ok" if check is None else "inaccurate", check)
+    result = judge(found)
+    assert (result.status, result.check) == ("ok" if check is None else "inaccurate", check)
 
 
 # The largest values on correct kernels, in bounds or as they are, and what a fault makes of them.
@@ -343,9 +343,9 @@ def test_an_honest_kernel_is_accused_of_nothing_but_its_error(case):
     if registry().reasons(plan, spec, Device("cpu", "CPU"))[0] != "ok":
         return
     for families in (("normal", "outlier"), FAMILIES):
-        said = judge(evidence(plan, spec, families=families))
+        result = judge(evidence(plan, spec, families=families))
         # What FP8 itself makes too inaccurate on an input is for the error to say.
-        assert said.check in (None, "error"), (said, families)
+        assert result.check in (None, "error"), (result, families)
     runs.cache_clear()
 
 

@@ -1,4 +1,4 @@
-"""What the other layouts of the same sequences cost is said beside packed and padded ones."""
+"""What the other layouts of the same sequences cost is reported beside packed and padded ones."""
 
 from datetime import datetime, timezone
 
@@ -34,13 +34,13 @@ def test_each_layout_stands_beside_the_others_by_its_fastest_plan_within_its_bou
     wrong = {"status": "inaccurate", "reason": "wrong", "check": "error"}
     rows = [row("packed", 2.0), row("packed", 2.5, "slow:bf16"), row("padded", 3.0), row("equal", 1.0)]
     rows += [row("dense", 1.0, "wrong:fp8", **wrong), row("dense", 8.0), row("packed", 9.0, q=(20, 20))]
-    said = alternatives(rows)
-    assert said[key_of(rows[0])] == (
+    texts = alternatives(rows)
+    assert texts[key_of(rows[0])] == (
         "Beside it, in times its call: in padded rows with lengths 1.5 (3 ms, b:bf16), in rows whose padding is "
         "computed like tokens 4 (8 ms, b:bf16), as many tokens in sequences of one length 0.5 (1 ms, b:bf16)."
     )
-    assert {lengths.layout for _, lengths in said} == {"packed", "padded"}
-    assert key_of(rows[-1]) not in said
+    assert {lengths.layout for _, lengths in texts} == {"packed", "padded"}
+    assert key_of(rows[-1]) not in texts
     assert "computed like tokens 4 (8 ms, b:bf16)" in " ".join(report(rows, "text").split())
 
 

@@ -60,7 +60,7 @@ def test_markdown_is_printed_and_marks_the_fp8_plans(results):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("-o", "measurements.jsonl"), "ends in .html or .htm"),
         (("--format", "png", "-o", "a.html"), "ends in .png"),
@@ -68,10 +68,10 @@ def test_markdown_is_printed_and_marks_the_fp8_plans(results):
         (("--format", "svg", "--figure", "speed-error"), "--direction forward or --direction training"),
     ],
 )
-def test_misuse_is_said_and_writes_nothing(results, arguments, said, monkeypatch):
+def test_misuse_is_reported_and_writes_nothing(results, arguments, message, monkeypatch):
     monkeypatch.chdir(results)
     before = sorted(results.iterdir()), (results / "measurements.jsonl").read_bytes()
-    assert said in expect("report", results, *arguments, code=2).stderr
+    assert message in expect("report", results, *arguments, code=2).stderr
     assert (sorted(results.iterdir()), (results / "measurements.jsonl").read_bytes()) == before
 
 

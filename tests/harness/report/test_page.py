@@ -58,7 +58,7 @@ def write(folder, rows, name="measurements.jsonl"):
     return folder
 
 
-# What is chosen, and what is said of it.
+# What is chosen, and how it is reported.
 
 
 def test_the_fastest_plan_within_each_budget_is_chosen_and_never_a_wrong_one():
@@ -97,7 +97,7 @@ def test_a_newer_race_that_a_plan_lost_replaces_no_measurement(timed):
         assert made.cases[0].speed(made.cases[0].answer.plan) == 1
 
 
-def test_machines_that_cannot_be_compared_are_told_apart_and_a_new_commit_is_none():
+def test_machines_that_cannot_be_compared_are_distinguished_and_a_new_commit_is_none():
     here = row("fa3:bf16", 1.0)
     there = in_environment(here, device_name="Another GPU")
     twin = in_environment(here, torch="2.12.0")
@@ -111,12 +111,12 @@ def test_machines_that_cannot_be_compared_are_told_apart_and_a_new_commit_is_non
 
 def test_the_findings_name_the_winner_the_gain_and_the_trap():
     made = machine(sweep_rows())
-    said = dict(headlines(made, fixed_of(made, registry())))
-    assert "fa3:bf16 wins at 1 of 2 shapes, fa3:fp8 at 1" in said["Who wins, forward"]
-    assert "an FP8 plan is chosen at 1 of 2 shapes, 2.00 times as fast" in said["Does FP8 pay"]
-    assert "In training (forward and backward) no FP8 plan is chosen" in said["Does FP8 pay"]
-    assert re.search(r"flex:fp8 \(at 1, error up to 0\.3, up to 1\.2\d times", said["Fast but wrong"])
-    assert re.search(r"te:fp8 \(at 1, error up to 0\.5, up to 1\.5", said["Fast but wrong"])
+    findings = dict(headlines(made, fixed_of(made, registry())))
+    assert "fa3:bf16 wins at 1 of 2 shapes, fa3:fp8 at 1" in findings["Who wins, forward"]
+    assert "an FP8 plan is chosen at 1 of 2 shapes, 2.00 times as fast" in findings["Does FP8 pay"]
+    assert "In training (forward and backward) no FP8 plan is chosen" in findings["Does FP8 pay"]
+    assert re.search(r"flex:fp8 \(at 1, error up to 0\.3, up to 1\.2\d times", findings["Fast but wrong"])
+    assert re.search(r"te:fp8 \(at 1, error up to 0\.5, up to 1\.5", findings["Fast but wrong"])
 
 
 def test_plan_summaries_add_up():
@@ -305,7 +305,7 @@ def test_the_yaml_of_a_command_is_the_very_case(tmp_path_factory, spec):
     assert [each.spec for each in read_cases(file, dtype)] == [spec]
 
 
-def test_a_command_holds_nothing_that_a_file_says_in_words():
+def test_a_command_holds_no_free_text_of_a_file():
     hostile = "x'; touch pwned; '"
     made = row("fa3:fp8", 1.0, case=hostile, spec=CAUSAL)
     assert "pwned" not in commands.sweep_command([made])[0]
@@ -376,25 +376,25 @@ def test_a_training_command_is_that_of_its_settings():
 # Figures.
 
 
-def said_in(figure):
+def texts_in(figure):
     """The texts of a figure."""
     return re.findall("<text [^>]*>([^<]+)</text>", bytes_of(figure, "svg").decode())
 
 
-def test_a_map_of_winners_says_plan_and_gain_of_each_case():
+def test_a_map_of_winners_shows_plan_and_gain_of_each_case():
     short = SQUARE.replace(seqlen_q=512, seqlen_kv=512)
     made = machine([
         *sweep_rows()[:-1], row("fa3:fp8>fa4:bf16", 0.5, 0.1, spec=LEARNT),
         row("fa3:bf16", 1.0, 0.5, spec=short, status="inaccurate", reason="beyond 0.01", check="error"),
     ])  # fmt: skip
-    said = said_in(winners_figure(grids_of(made), {}))
-    assert {"fa3:bf16", "fa3:fp8 2.00×", "none", "fa4:bf16 6.00×"} <= {*said}
+    texts = texts_in(winners_figure(grids_of(made), {}))
+    assert {"fa3:bf16", "fa3:fp8 2.00×", "none", "fa4:bf16 6.00×"} <= {*texts}
 
 
-def test_the_axis_of_speeds_says_how_many_times_as_fast_or_which_part():
+def test_the_axis_of_speeds_shows_how_many_times_as_fast_or_which_part():
     made = machine([*sweep_rows(), row("te:bf16", 4.0)])
-    said = said_in(speed_error_figure(points_of(made.of("forward")), {}))
-    assert {"1/4", "1/2", "1×", "2×"} <= {*said}
+    texts = texts_in(speed_error_figure(points_of(made.of("forward")), {}))
+    assert {"1/4", "1/2", "1×", "2×"} <= {*texts}
 
 
 def test_figures_are_the_same_bytes_every_time_and_text_is_never_mathematics():

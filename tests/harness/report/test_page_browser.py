@@ -51,7 +51,9 @@ def open_window(browser: Any, address: str, width: int = WIDTHS["desktop"], sche
     """The page at an address, loaded, in a context that shares nothing with any other."""
     context = browser.new_context(viewport={"width": width, "height": 844}, color_scheme=scheme)
     window = Window(context.new_page(), [], [])
-    window.page.on("console", lambda said: said.type in ("error", "warning") and window.complaints.append(said.text))
+    window.page.on(
+        "console", lambda message: message.type in ("error", "warning") and window.complaints.append(message.text)
+    )
     window.page.on("pageerror", lambda error: window.complaints.append(str(error)))
     window.page.on("request", lambda request: window.requests.append(request.url))
     window.page.goto(address)
@@ -187,14 +189,14 @@ def hold_order(table: Any) -> int:
             assert headings.nth(place).get_attribute("aria-sort") == order
             assert table.locator("[aria-sort]").count() == 1
             texts = column(table, place)
-            said = [text for text in texts if text.strip()]
-            assert texts[: len(said)] == said, "what has no value comes last"
+            filled = [text for text in texts if text.strip()]
+            assert texts[: len(filled)] == filled, "what has no value comes last"
             if classes == "n":
-                figures = [figure(text) for text in said]
+                figures = [figure(text) for text in filled]
                 assert figures == sorted(figures, reverse=order == "descending")
             else:
-                names = table.evaluate("(_, texts) => texts.sort(new Intl.Collator().compare)", said)
-                assert said == (names if order == "ascending" else names[::-1])
+                names = table.evaluate("(_, texts) => texts.sort(new Intl.Collator().compare)", filled)
+                assert filled == (names if order == "ascending" else names[::-1])
         held += 1
     assert sorted(table.locator("tbody tr").all_inner_texts()) == before
     return held

@@ -53,7 +53,7 @@ def shown(swept):
 
 @pytest.fixture
 def made(shown):
-    """A valid row that took ``ms`` a call, give or take ``noise``, changed as told."""
+    """A valid row that took ``ms`` a call, give or take ``noise``, with these changes."""
     base = next(row for row in shown[0] if row.case == "first" and row.status == "ok").to_dict()
 
     def make(plan="a:bf16", ms=1.0, noise=0.001, count=40, **changes):
@@ -119,10 +119,10 @@ def test_the_worst_family_stands_with_its_floor_and_the_ratio_to_it(made):
 
 def test_it_names_the_fastest_within_the_bound_and_those_beyond(shown):
     first = [row for row in shown[0] if row.case == "first"]
-    said = " ".join(sentences(first))
-    assert f"Fastest within its bound: {fastest(first)[0].plan}," in said
-    assert f"Most accurate in FP8: {LONG}, at worst" in said
-    assert "Out of bounds: bad:fp8-scaled (1" in said
+    text = " ".join(sentences(first))
+    assert f"Fastest within its bound: {fastest(first)[0].plan}," in text
+    assert f"Most accurate in FP8: {LONG}, at worst" in text
+    assert "Out of bounds: bad:fp8-scaled (1" in text
     lines = report(shown[0], "text").splitlines()
     for row in fastest(first):
         assert next(line for line in lines if f"{row.plan} *" in line)
@@ -151,7 +151,7 @@ def test_a_clear_winner_is_one_however_few_its_samples(made):
         assert len(fastest([made("a:bf16", 1.0, count=count), made("b:fp8", 1.005, count=count)])) == 2
 
 
-def test_a_vague_time_says_how_vague(made):
+def test_a_vague_time_shows_how_vague(made):
     vague, few, sure = made("a:bf16", 1.0, noise=0.5), made("b:bf16", 2.0, noise=0.5, count=5), made("c:bf16", 3.0)
     one = made("d:bf16", 4.0, count=1)
     text = report([vague, few, sure, one], "text")
@@ -199,7 +199,7 @@ def test_the_host_binds_a_gpu_and_never_a_cpu(made):
 
 
 @pytest.mark.parametrize(
-    ("facts", "said", "plain"),
+    ("facts", "sentence", "plain"),
     [
         ({"detail": {"normal": {"out": replace(PLAIN, worst_head=0.3)}}, "bound": 0.12},
          "One head of out of a:bf16 has an error of 0.3 on normal inputs; the whole tensor has 0.05.",
@@ -215,9 +215,9 @@ def test_the_host_binds_a_gpu_and_never_a_cpu(made):
         ({"first_ms": 7100.0}, "Slowest first run, compiling included: a:bf16, 7.1 s.", {"first_ms": 900.0}),
     ],
 )  # fmt: skip
-def test_what_stands_out_is_said_and_what_does_not_is_not(made, facts, said, plain):
-    assert said in " ".join(sentences([made(**facts)]))
-    assert said[:12] not in " ".join(sentences([made(**plain)]))
+def test_what_stands_out_is_reported_and_what_does_not_is_not(made, facts, sentence, plain):
+    assert sentence in " ".join(sentences([made(**facts)]))
+    assert sentence[:12] not in " ".join(sentences([made(**plain)]))
 
 
 def test_refusals_of_one_cause_are_one_line_and_failures_come_first(shown):
@@ -245,7 +245,7 @@ def test_the_last_output_of_a_failure_is_shown_once_for_its_cause():
     assert text.count("its last output") == 1
 
 
-def told(events, **how):
+def logged(events, **how):
     log = io.StringIO()
     rows = list(show_progress(events, Console(file=log, width=300), **how))
     return rows, log.getvalue().splitlines()
@@ -265,14 +265,14 @@ def test_a_log_has_a_line_a_case_and_a_failure_and_none_a_refusal(shown):
 
 
 def test_whoever_wants_every_row_gets_a_line_for_it(shown):
-    rows, lines = told([Finished(0, 1, row, resumed=False) for row in shown[0]], verbose=True)
+    rows, lines = logged([Finished(0, 1, row, resumed=False) for row in shown[0]], verbose=True)
     assert len(lines) == len(rows)
     assert any("ok, " in line and " ms a call, error normal " in line for line in lines)
 
 
-def test_the_end_of_a_log_says_where_the_time_went():
+def test_the_end_of_a_log_reports_where_the_time_went():
     spent = {"preparing": 5.0, "timing": 6.0, "judging": 2.0}
-    assert told([Ended(spent, 15.0, ())])[1] == [
+    assert logged([Ended(spent, 15.0, ())])[1] == [
         "15 s in all: preparing 5 s, timing 6 s, judging 2 s, attnbench's own work 2 s "
         "(25% of timing and judging together)"
     ]
@@ -305,13 +305,14 @@ def test_an_emulated_plan_is_in_no_ranking_and_no_ratio(made):
 
 
 @pytest.mark.parametrize(
-    ("value", "said"), [(17.75, "17.8"), (1234.0, "1230"), (999.7, "1000"), (0.012345, "0.0123"), (1.5e6, "1.5e+06")]
+    ("value", "expected"),
+    [(17.75, "17.8"), (1234.0, "1230"), (999.7, "1000"), (0.012345, "0.0123"), (1.5e6, "1.5e+06")],
 )
-def test_numbers_have_three_digits_that_count(value, said):
-    assert number(value) == said
+def test_numbers_have_three_digits_that_count(value, expected):
+    assert number(value) == expected
 
 
-def test_the_summary_says_the_answer_of_every_case_where_it_is_read_first(made):
+def test_the_summary_states_the_answer_of_every_case_where_it_is_read_first(made):
     rows = [
         made("a:bf16", 2.0, case="one", error={"normal": {"out": 0.002}}),
         made("b:fp8", 1.0, case="one"),

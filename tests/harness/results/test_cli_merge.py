@@ -26,29 +26,29 @@ def run(tmp_path):
     return tmp_path / "run"
 
 
-def test_json_says_what_was_joined(run, tmp_path, own_cache):
+def test_json_lists_what_was_joined(run, tmp_path, own_cache):
     done = expect("merge", tmp_path / "out", run, "--format", "json")
     rows = list(read_measurements(tmp_path / "out" / MEASUREMENTS))
     assert [each.case for each in rows] == ["case 0", "case 1", "case 2", "case 3"]
-    said = json.loads(done.stdout)
-    assert said["folder"] == str(tmp_path / "out")
-    assert (said["rows"], said["repeated"], said["gaps"]) == (4, 1, [])
-    assert said["parts"] == [
+    document = json.loads(done.stdout)
+    assert document["folder"] == str(tmp_path / "out")
+    assert (document["rows"], document["repeated"], document["gaps"]) == (4, 1, [])
+    assert document["parts"] == [
         {"part": str(run / "part-0000-of-0002"), "rows": 3, "measured": 0, "gap": None},
         {"part": str(run / "part-0001-of-0002"), "rows": 2, "measured": 0, "gap": None},
     ]
-    assert said["notes"] == [f"{run / 'part-0001-of-0002'}: platform was Linux, is  [31mLinux"]
+    assert document["notes"] == [f"{run / 'part-0001-of-0002'}: platform was Linux, is  [31mLinux"]
     assert f"0 of 4 rows measured, all in {tmp_path / 'out'}" in done.stderr
     assert list(own_cache.rglob("*.json")) == []  # nobody's own table has changed
 
 
 @pytest.mark.parametrize("format", ["table", "markdown"])
 def test_a_person_reads_parts_and_notes_and_no_file_steers_the_terminal(run, tmp_path, format):
-    said = expect("merge", tmp_path / "out", *sorted(run.iterdir()), "--format", format).stdout
-    assert str(run / "part-0001-of-0002") in said
-    assert "with the same content: 1" in said
-    assert "platform was Linux, is  [31mLinux" in said
-    assert "\x1b" not in said
+    output = expect("merge", tmp_path / "out", *sorted(run.iterdir()), "--format", format).stdout
+    assert str(run / "part-0001-of-0002") in output
+    assert "with the same content: 1" in output
+    assert "platform was Linux, is  [31mLinux" in output
+    assert "\x1b" not in output
 
 
 def test_a_missing_part_is_refused_or_named(run, tmp_path):

@@ -1,4 +1,4 @@
-"""Entries of a table from rows: what a choice will know of a plan at a spec, whichever rows told it."""
+"""Entries of a table from rows: what a choice will know of a plan at a spec, whichever rows it comes from."""
 
 from itertools import permutations
 

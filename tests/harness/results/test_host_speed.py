@@ -82,7 +82,7 @@ def test_a_first_look_renews_the_parts_of_a_call_with_its_time():
     assert (renewed.time_ms, renewed.host_ms, renewed.device_ms) == (newer.time_ms, newer.host_ms, newer.device_ms)
 
 
-def test_a_table_says_for_which_speed_of_the_host_it_is():
+def test_a_table_records_for_which_speed_of_the_host_it_is():
     rows = [visited(SLOWS, 1.0), row("a", "sdpa-flash:bf16")]
     tables = join_sweeps({"all": rows}), table_of(rows[0].environment, rows)
     assert [table.launch_ms for table in tables] == [pytest.approx(median(SLOWS))] * 2

@@ -128,7 +128,7 @@ def drawn(folder: Path, chance: random.Random) -> str:
     return command("report", folder, "-o", folder / "page.html", written=folder / "page.html")
 
 
-def told(folder: Path, chance: random.Random) -> str:
+def printed(folder: Path, chance: random.Random) -> str:
     """What a sweep prints of rows, those of a sweep that was gone on with among them."""
     made = [each if taken(each, Measurement) else row for row in ROWS for each in [changed(row, chance)]]
     text = report(
@@ -141,7 +141,7 @@ def told(folder: Path, chance: random.Random) -> str:
 
 # How many files each reads in the default run.
 READERS: dict[Callable[[Path, random.Random], str], int] = {
-    compared: 10, merged: 6, condensed: 6, trained: 10, told: 10, drawn: 2,
+    compared: 10, merged: 6, condensed: 6, trained: 10, printed: 10, drawn: 2,
 }  # fmt: skip
 
 
@@ -158,7 +158,7 @@ def lines(path: Path, *rows: dict) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (
             {"performance": {"time_ms": {"call": [1e308, 1e-300]}}},
@@ -170,7 +170,7 @@ def lines(path: Path, *rows: dict) -> Path:
         ({"environment": {"threads": 10**400}}, "environment.threads: Input should be less than 1048576"),
     ],
 )
-def test_what_cannot_be_is_refused_by_every_command(tmp_path: Path, change: dict, said: str) -> None:
+def test_what_cannot_be_is_refused_by_every_command(tmp_path: Path, change: dict, message: str) -> None:
     bad = ROWS[0] | {key: {**ROWS[0][key], **new} if isinstance(new, dict) else new for key, new in change.items()}
     rows = lines(tmp_path / "rows.jsonl", bad, ROWS[1])
     for arguments in (
@@ -179,7 +179,7 @@ def test_what_cannot_be_is_refused_by_every_command(tmp_path: Path, change: dict
     ):  # fmt: skip
         run = attnbench(*arguments)
         assert run.returncode == 2
-        assert said in run.stderr
+        assert message in run.stderr
         assert run.stderr.startswith(f"attnbench: {rows}:1: expected a measurement, but ")
         assert len(run.stderr) < 600
 

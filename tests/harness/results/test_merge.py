@@ -72,7 +72,7 @@ def test_a_rank_without_cases_is_no_missing_part(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "said"),
+    ("first", "second", "message"),
     [
         (row(1), row(1, time_ms={"call": [9.0]}), "measured twice, with another time_ms;"),
         (row(1), row(1, started=WHEN + timedelta(seconds=1)), "measured twice, with another started;"),
@@ -81,27 +81,27 @@ def test_a_rank_without_cases_is_no_missing_part(tmp_path):
         (row(1, status="refused"), row(1, status="refused", reason="another"), "it has another reason;"),
     ],
 )
-def test_two_rows_that_contradict_each_other(tmp_path, first, second, said):
+def test_two_rows_that_contradict_each_other(tmp_path, first, second, message):
     sources = parts(tmp_path, [row(0), first], [second, row(2)])
     with pytest.raises(MisuseError) as caught:
         merge(tmp_path / "out", sources, partial=True)
-    for each in ("'case 1'", str(PLANS[0]), "part-0000-of-0002, line 2", "part-0001-of-0002, line 1", said):
+    for each in ("'case 1'", str(PLANS[0]), "part-0000-of-0002, line 2", "part-0001-of-0002, line 1", message):
         assert each in str(caught.value)
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    ("other", "said"),
+    ("other", "message"),
     [
         (row(1, PLANS[1], case="case 0"), f"'case 0' is {spec(0)} in {{}}, but {spec(1)} in "),
         (row(0, PLANS[1], error={"outlier": {"out": 0.05}}), "'case 0' are on normal in {}, but on outlier in "),
     ],
     ids=["another spec", "other input families"],
 )
-def test_a_case_that_is_another_elsewhere(tmp_path, other, said):
+def test_a_case_that_is_another_elsewhere(tmp_path, other, message):
     places = [f".*part-000{number}-of-0002, line 1" for number in range(2)]
     sources = parts(tmp_path, [row(0)], [other])
-    assert_merge_refused(MisuseError, said.format(places[0]) + places[1], tmp_path / "out", sources, partial=True)
+    assert_merge_refused(MisuseError, message.format(places[0]) + places[1], tmp_path / "out", sources, partial=True)
 
 
 def test_a_case_of_sequences_of_other_lengths_elsewhere(tmp_path):
@@ -113,7 +113,7 @@ def test_a_case_of_sequences_of_other_lengths_elsewhere(tmp_path):
     )
 
 
-def test_a_refusal_says_the_same_on_every_node_at_any_time(tmp_path):
+def test_a_refusal_is_the_same_on_every_node_at_any_time(tmp_path):
     elsewhere = replace(HERE, platform="Linux on another node")
     again = row(0, status="refused", started=WHEN + timedelta(hours=1), environment=elsewhere)
     merged = merge(tmp_path / "out", parts(tmp_path, [row(0, status="refused")], [again]))
@@ -122,7 +122,7 @@ def test_a_refusal_says_the_same_on_every_node_at_any_time(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ([{}, {"device_name": "another GPU"}], "device_name was a GPU, is another GPU"),
         ([{}, {"backends": {"fa3": "2.0"}}], "the backend fa3 was 1.0, is 2.0"),
@@ -131,11 +131,11 @@ def test_a_refusal_says_the_same_on_every_node_at_any_time(tmp_path):
     ],
     ids=["device", "backend", "backend that the second part does not name", "limit that the first does not name"],
 )
-def test_unlike_machines_are_refused_in_one_part_or_in_several(tmp_path, changes, said):
+def test_unlike_machines_are_refused_in_one_part_or_in_several(tmp_path, changes, message):
     rows = [row(number, environment=replace(HERE, **change)) for number, change in enumerate(changes)]
     last = f"part-000{len(rows) - 1}-of-000{len(rows)}.*"
-    assert_merge_refused(MisuseError, last + said, tmp_path / "out", parts(tmp_path, *([each] for each in rows)))
-    assert_merge_refused(MisuseError, said, tmp_path / "out", parts(tmp_path / "one", rows))
+    assert_merge_refused(MisuseError, last + message, tmp_path / "out", parts(tmp_path, *([each] for each in rows)))
+    assert_merge_refused(MisuseError, message, tmp_path / "out", parts(tmp_path / "one", rows))
 
 
 def test_another_node_of_the_kind_is_noted_and_the_table_knows_every_backend(tmp_path):
@@ -148,8 +148,8 @@ def test_another_node_of_the_kind_is_noted_and_the_table_knows_every_backend(tmp
 
 def test_missing_parts_are_named_and_a_partial_result_is_marked(tmp_path):
     sources = parts(tmp_path, [row(0)], [row(1)], [row(2)], [row(3)])
-    said = "part-0001-of-0004, part-0003-of-0004 are missing.*--partial"
-    assert_merge_refused(MisuseError, said, tmp_path / "out", [sources[0], sources[2]])
+    message = "part-0001-of-0004, part-0003-of-0004 are missing.*--partial"
+    assert_merge_refused(MisuseError, message, tmp_path / "out", [sources[0], sources[2]])
     merged = merge(tmp_path / "out", [sources[0], sources[2]], partial=True)
     assert merged.rows == [row(0), row(2)]
     assert merged.gaps == ["part-0001-of-0004, part-0003-of-0004 are missing"]
@@ -222,7 +222,7 @@ def test_sources_that_are_none(tmp_path):
     (tmp_path / "bad.jsonl").write_text(f"{row(0).to_line()}\n{{}}\n")
     damaged = part(tmp_path / "damaged", ROWS)
     (damaged / "table.json").write_text("{")
-    for name, kind, said in [
+    for name, kind, message in [
         ("none", MalformedFileError, "none: cannot be read: No such file"),
         ("loop", MalformedFileError, "cannot be read: Too many levels of symbolic links"),
         ("empty", MisuseError, f"holds neither {MEASUREMENTS} nor folders called like part-0000-of-0002"),
@@ -231,7 +231,7 @@ def test_sources_that_are_none(tmp_path):
         ("damaged", MalformedFileError, "table.json:1: expected JSON"),
     ]:
         for partial in (False, True):
-            with pytest.raises(kind, match=said):
+            with pytest.raises(kind, match=message):
                 merge(tmp_path / "out", [tmp_path / name], partial=partial)
             assert not (tmp_path / "out").exists()
 

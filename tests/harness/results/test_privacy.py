@@ -45,7 +45,7 @@ def test_places_of_all_kinds_are_found(text: str) -> None:
         "captured:layers.0", "flash-attn-4 4.0.0b36 with nvidia-cutlass-dsl 4.8.1", "4 GB / 8 GB",
     ],
 )  # fmt: skip
-def test_what_libraries_say_is_not_private(text: str) -> None:
+def test_messages_of_libraries_are_not_private(text: str) -> None:
     assert private_part(text, {"alice"}) is None
 
 

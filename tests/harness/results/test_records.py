@@ -117,7 +117,7 @@ def test_nonsense_is_refused(wrong):
         (lambda row: row["spec"].update(heads=0), "heads"),
     ],
 )
-def test_a_malformed_line_is_said_with_its_number(tmp_path, change, expected):
+def test_a_malformed_line_is_reported_with_its_number(tmp_path, change, expected):
     good = measurement(**FACTS, **NUMBERS)
     bad = good.to_dict()
     change(bad)

@@ -42,12 +42,12 @@ ONE_TASK = {**STEP, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOC
         ({**TORCHRUN, **ONE_TASK, "SLURM_GPUS_PER_TASK": "2"}, Shard(5, 16, 1)),  # which torchrun's ranks share
     ],
 )
-def test_what_the_launcher_says(environ, expected):
+def test_the_launchers_variables_give_the_shard(environ, expected):
     assert Shard.detect(environ) == expected
 
 
 @pytest.mark.parametrize(
-    ("environ", "said"),
+    ("environ", "message"),
     [
         ({"RANK": "0"}, "WORLD_SIZE is not set"),
         ({"WORLD_SIZE": "2"}, "RANK is not set"),
@@ -67,8 +67,8 @@ def test_what_the_launcher_says(environ, expected):
         ({**ARRAY, "SLURM_ARRAY_TASK_ID": "13"}, "none of the 4 indices"),
     ],
 )
-def test_what_contradicts_itself_is_said(environ, said):
-    with pytest.raises(MisuseError, match=f"(?s){said}"):
+def test_what_contradicts_itself_is_reported(environ, message):
+    with pytest.raises(MisuseError, match=f"(?s){message}"):
         Shard.detect(environ)
 
 

@@ -59,7 +59,7 @@ def test_compressed_results_are_kept_and_nothing_is_added(tmp_path):
     assert list(tmp_path.glob("*.jsonl")) == []
 
 
-def test_a_torn_last_line_is_cut_off_and_said(tmp_path):
+def test_a_torn_last_line_is_cut_off_and_reported(tmp_path):
     with Store(tmp_path, HERE) as store:
         store.append(row(0))
     whole = (tmp_path / MEASUREMENTS).read_bytes()
@@ -82,7 +82,7 @@ def test_a_folder_with_anything_else_is_left_alone(tmp_path, make):
     assert (tmp_path / MEASUREMENTS).read_text() == content
 
 
-def test_another_environment_is_refused_and_a_softly_different_one_is_said(tmp_path):
+def test_another_environment_is_refused_and_a_softly_different_one_is_reported(tmp_path):
     with Store(tmp_path, HERE) as store:
         store.append(row(0))
     with pytest.raises(MisuseError, match=r"torch was .*, is 1\.0.*--out"):
@@ -111,7 +111,7 @@ def longest_file(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_disk_that_is_full_already_is_said_before_anything_is_measured(tmp_path):
+def test_a_disk_that_is_full_already_is_reported_before_anything_is_measured(tmp_path):
     with longest_file(10_000), pytest.raises(OutputError, match="File too large; name a folder on another disk"):
         Store(tmp_path, HERE)
     with Store(tmp_path, HERE) as store:

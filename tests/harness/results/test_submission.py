@@ -108,12 +108,12 @@ def test_honest_rows_pass_and_make_the_table_that_build_makes(tmp_path: Path) ->
     assert table_faults(Table.load(tmp_path / "table.json"), registry()) == []
 
 
-@pytest.mark.parametrize(("change", "said"), LIES.values(), ids=LIES)
-def test_each_lie_is_named_and_no_honest_row_is_suspected(change: Change, said: list[str]) -> None:
+@pytest.mark.parametrize(("change", "messages"), LIES.values(), ids=LIES)
+def test_each_lie_is_named_and_no_honest_row_is_suspected(change: Change, messages: list[str]) -> None:
     found = faults(change(ROWS), ["alice"])
-    for each in said:
+    for each in messages:
         assert [each in fault for fault in found].count(True) == 1, found
-    assert len(found) == len(said)
+    assert len(found) == len(messages)
 
 
 @given(st.integers(0, len(ROWS) - 1), st.floats(1e-3, 0.999))
@@ -180,13 +180,13 @@ def test_what_lost_a_race_is_shared_with_its_time_and_counts_as_a_plan_to_choose
     assert faults(raced(ROWS)) == ()
     table = join_sweeps({"a folder": raced(ROWS)})
     slower = next(entry for entry in table.entries.values() if entry.status == "slower")
-    for change, said in (
+    for change, message in (
         ({"time_ms": None}, "slower needs a time"),
         ({"errors": {"normal": 0.1}}, "must not carry errors"),
     ):
         wrong = Table(table.environment, {**table.entries, (slower.spec, slower.plan): replace(slower, **change)})
         (fault,) = table_faults(wrong, registry())
-        assert said in fault
+        assert message in fault
 
 
 def test_no_row_makes_no_submission() -> None:

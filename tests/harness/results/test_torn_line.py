@@ -16,7 +16,7 @@ WHOLE = [row(number, plan) for number in range(2) for plan in PLANS[:2]]
 
 @pytest.fixture
 def torn(tmp_path):
-    """A folder whose name a shell has to be told apart from options and words."""
+    """A folder whose name a shell must be able to distinguish from options and words."""
     folder = part(tmp_path / "a sweep", WHOLE, finished=False)
     with (folder / MEASUREMENTS).open("a") as file:
         file.write(row(2).to_line()[:500])
@@ -45,10 +45,10 @@ def sentence(folder):
 def test_every_command_that_reads_a_sweep_names_it(torn, tmp_path, command, code):
     given = [each.replace("TORN", str(torn)).replace("OUT", str(tmp_path / "out")) for each in command]
     before = (torn / MEASUREMENTS).read_bytes()
-    with warnings.catch_warnings(record=True) as said:  # which pytest would keep
+    with warnings.catch_warnings(record=True) as caught:  # which pytest would keep
         warnings.simplefilter("always")
         run = attnbench(*given)
-    assert sentence(torn) in "\n".join([run.stdout, run.stderr, *(str(each.message) for each in said)])
+    assert sentence(torn) in "\n".join([run.stdout, run.stderr, *(str(each.message) for each in caught)])
     assert "Traceback" not in run.stderr
     assert code is None or run.returncode == code, run.stderr
     assert (torn / MEASUREMENTS).read_bytes() == before

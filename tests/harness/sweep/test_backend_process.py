@@ -1,4 +1,4 @@
-"""What a worker has to be told, and told again; every worker here is chosen answers without a process."""
+"""The requests that a worker needs, and needs again; every worker here is chosen answers without a process."""
 
 import pytest
 from scripted_workers import ScriptedWorker
@@ -60,11 +60,11 @@ def process(worker):
     return BackendProcess(worker, 60.0)
 
 
-def told(worker, since=0):
+def requests(worker, since=0):
     return [asked for _, *asked in worker.requests[since:]]
 
 
-def test_after_a_death_the_next_process_is_told_what_it_must_know_and_no_more(process, worker, bench):
+def test_after_a_death_the_next_process_gets_the_requests_that_it_needs_and_no_more(process, worker, bench):
     process.open(CASE)
     for plan in (A, B, C):
         process.prepare(plan)
@@ -77,7 +77,7 @@ def test_after_a_death_the_next_process_is_told_what_it_must_know_and_no_more(pr
     process.sample(B)
     process.sample(B)
     process.sample(C)
-    assert told(worker, since) == [
+    assert requests(worker, since) == [
         *(["open", CASE], ["prepare", B], ["sample", B, True, None], ["sample", B, True, None]),
         *(["prepare", C], ["sample", C, True, None]),
     ]
@@ -94,7 +94,7 @@ def test_a_plan_is_judged_in_the_state_in_which_it_is_timed(process, worker, ben
         process.conclude(A)
     since = len(worker.requests)
     assert process.conclude(B) is ANSWERS["conclude"]
-    assert told(worker, since) == [["open", CASE], ["prepare", B], ["sample", B, True, None], ["conclude", B]]
+    assert requests(worker, since) == [["open", CASE], ["prepare", B], ["sample", B, True, None], ["conclude", B]]
 
 
 def test_revivals_end_where_others_go_on_killing_the_worker(process, worker):
@@ -110,7 +110,7 @@ def test_revivals_end_where_others_go_on_killing_the_worker(process, worker):
     since = len(worker.requests)
     with pytest.raises(LostError):
         process.conclude(A)
-    assert told(worker, since) == []
+    assert requests(worker, since) == []
     process.prepare(B)  # another plan has its own
     worker.kill()
     process.sample(B)
@@ -129,7 +129,7 @@ def test_a_case_that_cannot_be_opened_is_not_tried_for_every_plan(process, worke
         assert raised.value is error
         with pytest.raises(LostError):
             process.prepare(plan)
-    assert told(worker) == [["open", CASE]]
+    assert requests(worker) == [["open", CASE]]
     process.open(OTHER)
     process.close()
     assert process.open(CASE) is ANSWERS["open"]
@@ -145,7 +145,7 @@ def test_a_case_that_cannot_be_opened_again_after_a_death_is_lost_for_all(proces
         with pytest.raises(LostError) as raised:
             process.sample(plan)
         assert raised.value is DIED
-    assert told(worker)[3:] == [["open", CASE]]
+    assert requests(worker)[3:] == [["open", CASE]]
 
 
 @pytest.mark.parametrize("error", [DIED, RAISED])
@@ -159,7 +159,7 @@ def test_a_worker_that_cannot_forget_is_replaced(process, worker, bench, error, 
     assert not worker.alive
     process.open(CASE)
     process.prepare(B)
-    assert told(worker)[-2:] == [["open", CASE], ["prepare", B]]
+    assert requests(worker)[-2:] == [["open", CASE], ["prepare", B]]
     assert worker.generation == 2
 
 
@@ -179,6 +179,6 @@ def test_a_process_worn_by_a_recording_that_failed_is_replaced_and_the_plan_not_
     for plan in plans:
         process.prepare(plan)
         process.sample(plan)
-    samples = [asked for asked in told(worker, since) if asked[0] == "sample"]
+    samples = [asked for asked in requests(worker, since) if asked[0] == "sample"]
     assert samples == [["sample", plan, False, None] for plan in (*plans, *plans)]
     assert worker.generation == generation

@@ -67,7 +67,7 @@ def test_a_table_by_default_and_a_fresh_folder_that_is_named(tiny, own_cache, lo
     assert len(list(own_cache.rglob("measurements.jsonl"))) == 1
 
 
-def test_a_dry_run_says_what_would_be_and_writes_nothing(tiny, own_cache):
+def test_a_dry_run_reports_what_would_be_and_writes_nothing(tiny, own_cache):
     done = attnbench("--preset", tiny, "--dry-run", "--format", "json")
     tasks = {(task["case"], task["plan"]): task for task in json.loads(done.stdout)}
     assert {task["spec"]["direction"] for task in tasks.values()} == {"forward", "training"}

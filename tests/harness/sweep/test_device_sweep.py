@@ -34,7 +34,7 @@ FULL = LostError("oom", "OutOfMemoryError: no more", died=False)
 
 
 def measured(case=CASE, plans=PLANS, line=None):
-    """The rows by plan, and the phases in the order in which they were told."""
+    """The rows by plan, and the phases in the order in which they were reported."""
     if line is None:
         with DeviceSweep(setup()) as line:
             return measured(case, plans, line)
@@ -49,7 +49,7 @@ def statuses(rows):
     return {plan: row.status for plan, row in rows.items()}
 
 
-def test_each_plan_has_one_row_and_each_phase_is_told_once(local_workers):
+def test_each_plan_has_one_row_and_each_phase_is_reported_once(local_workers):
     rows, phases = measured()
     assert statuses(rows) == dict.fromkeys(PLANS, "ok")
     assert phases == ["preparing", "timing", "judging"]

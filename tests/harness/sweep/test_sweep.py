@@ -156,14 +156,14 @@ def test_names_keep_plans(names, forward, training):
 
 
 @pytest.mark.parametrize("name", ["wide:bf17", "wide:bf16>wide:bf17", ":", "nobody:fp8"])
-def test_names_that_leave_nothing_to_measure_are_said(name):
+def test_names_that_leave_nothing_to_measure_are_reported(name):
     with pytest.raises(MisuseError, match="small:fp8"):
         tasks_of([FORWARD], healthy(), CPU, "bf16", ["small:fp8"])
     with pytest.raises(UnknownBackendError):
         tasks_of([FORWARD], healthy(), CPU, "fp8", [name])
 
 
-def test_events_count_and_rows_are_on_disk_when_they_are_told(tmp_path, local_workers):
+def test_events_count_and_rows_are_on_disk_when_they_are_reported(tmp_path, local_workers):
     lab = setup()
     tasks = tasks_of([FORWARD], lab.registry, CPU, "fp8", ["reference", "absent"])
     runs = {task.key: task.runs for task in tasks}

@@ -103,7 +103,7 @@ def test_what_is_printed_stays_out_of_the_sweep_and_of_the_log(worker, capfd):
     asked(worker, "reads")  # nothing, from a terminal that is not there
 
 
-def test_an_exit_says_its_code_and_the_last_words_of_its_request_and_a_new_process_takes_over(worker):
+def test_an_exit_is_reported_with_code_and_the_last_output_of_its_request_and_a_new_process_takes_over(worker):
     asked(worker, "fine")
     assert lost(worker, "says-and-fails").reason == "ValueError: no"
     generation = worker.generation
@@ -112,7 +112,7 @@ def test_an_exit_says_its_code_and_the_last_words_of_its_request_and_a_new_proce
     words = "printed before leaving | last words before leaving"
     assert found.reason == f"the process ended with the exit code 7; its last output: {words}"
     assert not worker.alive
-    with pytest.raises(LostError, match="case is opened first"):  # it knows nothing of what the other was told
+    with pytest.raises(LostError, match="case is opened first"):  # it knows nothing of what the other received
         worker.ask("prepare", plan("fine"), seconds=PATIENCE)
     assert worker.generation == generation + 1
     assert isinstance(worker.ask("open", CASE, seconds=PATIENCE), Opened)
@@ -192,7 +192,7 @@ def test_what_python_compiles_is_kept_where_neither_it_nor_a_compiled_torch_woul
     assert report()[1:] == (usual if kept or compiled or not home else (False, str(tmp_path / "bytecode")))
 
 
-def test_a_segmentation_fault_says_where(worker):
+def test_a_segmentation_fault_is_reported_with_its_place(worker):
     found = lost(worker, "segfaults")
     assert (found.status, found.died) == ("crashed", True)
     assert "was killed by SIGSEGV" in found.reason
@@ -207,9 +207,11 @@ def test_a_segmentation_fault_says_where(worker):
         (repeat(3), "crashed", "the process was killed by SIGKILL"),
         (repeat(None), "crashed", "the process was killed by SIGKILL"),
     ],
-    ids=["one more", "no more", "not said"],
+    ids=["one more", "no more", "not reported"],
 )
-def test_a_process_that_is_killed_ran_out_of_memory_if_the_system_says_so(worker, monkeypatch, kills, status, reason):
+def test_a_process_that_is_killed_ran_out_of_memory_if_the_system_reports_so(
+    worker, monkeypatch, kills, status, reason
+):
     class Told:
         def __init__(self, path):
             self.path = path

@@ -86,7 +86,7 @@ def test_compressed_runs_are_shown_and_reported_and_never_added_to(trained, tmp_
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "said"),
+    ("arguments", "error", "message"),
     [
         (["--resume"], MisuseError, "--out"),
         (["--price-per-hour", "-1"], MisuseError, "price"),
@@ -100,13 +100,13 @@ def test_compressed_runs_are_shown_and_reported_and_never_added_to(trained, tmp_
         (["--show", "nowhere"], MalformedFileError, "nowhere"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_trained(arguments, error, said: str) -> None:
-    with pytest.raises(ValueError if error is InputError else error, match=said):
+def test_what_cannot_be_is_refused_before_anything_is_trained(arguments, error, message: str) -> None:
+    with pytest.raises(ValueError if error is InputError else error, match=message):
         _run(*arguments)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ("--attention te:fp8>te:fp8 --compare bf16", "te:fp8>te:fp8"),
         ("--attention bad --compare bf16", "bad"),
@@ -117,7 +117,7 @@ def test_what_cannot_be_is_refused_before_anything_is_trained(arguments, error, 
         ("--model vit-huge --size tiny --block te --attention auto", "cannot be chosen"),  # and not left out silently
     ],
 )
-def test_a_side_that_cannot_run_here_is_refused_before_the_other_is_trained(tmp_path: Path, arguments, said) -> None:
-    with pytest.raises(AttnbenchError, match=said):
+def test_a_side_that_cannot_run_here_is_refused_before_the_other_is_trained(tmp_path: Path, arguments, message) -> None:
+    with pytest.raises(AttnbenchError, match=message):
         _run(*arguments.split(), "--batch", "16", "--device", "cpu", "--out", str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()

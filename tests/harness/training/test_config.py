@@ -59,7 +59,7 @@ def test_the_default_rate_suits_the_size_and_the_tokens_of_a_step(
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"model": "bert"}, "model is one of gpt, vit-huge"),
         ({"model": "hf:"}, "behind it"),
@@ -97,12 +97,12 @@ def test_the_default_rate_suits_the_size_and_the_tokens_of_a_step(
         (SHARED | {"seqlen": 130}, "a multiple of 4 tokens, not 130"),
     ],
 )
-def test_what_is_no_run_is_said(wrong: dict[str, object], said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_an_invalid_config_is_reported(wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         TrainConfig.make(**wrong)  # type: ignore[arg-type]
 
 
-def test_an_unknown_attention_is_said_as_everywhere() -> None:
+def test_an_unknown_attention_is_reported_as_everywhere() -> None:
     for make in (TrainConfig.make, TrainConfig.make().replace):
         with pytest.raises(UnknownBackendError, match="no backend is named 'fa9'"):
             make(attention="fa9")
@@ -111,6 +111,6 @@ def test_an_unknown_attention_is_said_as_everywhere() -> None:
 @pytest.mark.parametrize(
     "data", [[], {"model": "gpt"}, *(TrainConfig.make().to_dict() | {name: "red"} for name in ("colour", 7))]
 )
-def test_what_no_config_wrote_is_said(data: object) -> None:
+def test_data_that_no_config_wrote_is_an_error(data: object) -> None:
     with pytest.raises(InputError):
         TrainConfig.from_dict(data)  # type: ignore[arg-type]

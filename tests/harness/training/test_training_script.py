@@ -64,13 +64,13 @@ def test_the_script_goes_on_where_it_was_killed_and_repeats_nothing(tmp_path: Pa
     (before,) = _rows(out)
     assert before.loss
 
-    said = _start(out).communicate(timeout=PATIENCE)[0]
+    output = _start(out).communicate(timeout=PATIENCE)[0]
     baseline, candidate = _rows(out)
     assert (baseline.status, candidate.status) == ("ok", "ok")
     assert baseline.loss[: len(before.loss)] == before.loss
-    assert "1 commands are not done" in said
-    assert "exit 1: attnbench train" in said
-    assert "te:fp8>te:fp8" in said
+    assert "1 commands are not done" in output
+    assert "exit 1: attnbench train" in output
+    assert "te:fp8>te:fp8" in output
     assert "emulated:fp8" in (out / "learning.md").read_text(encoding="utf-8")
 
     again = _start(out)
@@ -109,9 +109,9 @@ def test_choices_take_their_steps_in_turn_on_one_model(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_blocks_recipes_and_policies_take_their_steps_in_turn(tmp_path: Path) -> None:
-    said = _start(tmp_path, TURNS).communicate(timeout=PATIENCE)[0]
-    assert "2 commands are not done" in said
-    assert "policies" not in said.partition("are not done")[2]
+    output = _start(tmp_path, TURNS).communicate(timeout=PATIENCE)[0]
+    assert "2 commands are not done" in output
+    assert "policies" not in output.partition("are not done")[2]
     vit, recipe, policies = (list(read_runs(tmp_path / part)) for part in ("vit", "recipe", "policies"))
     refused = [row for row in vit if row.settings["block"] == "te"]
     assert len(refused) == 4

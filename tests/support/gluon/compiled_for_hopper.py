@@ -48,10 +48,10 @@ for source, maxnreg in sources(json.load(sys.stdin)):
         with open(f"{folder}/k.ptx", "w") as file:
             file.write(made.asm["ptx"])
         command = [f"{tools}/ptxas", "-v", "--gpu-name=sm_90a", f"{folder}/k.ptx", "-o", f"{folder}/k.cubin"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        stderr = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         command = [f"{tools}/cuobjdump", "-sass", f"{folder}/k.cubin"]
         code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found.append(dict(said=said, code=code, shared=made.metadata.shared, ttgir=made.asm["ttgir"]))
+    found.append(dict(stderr=stderr, code=code, shared=made.metadata.shared, ttgir=made.asm["ttgir"]))
 print(json.dumps(found))
 """
 
@@ -111,7 +111,7 @@ def assembly_of(sources: str, kernels: Sequence[object], folder: Path) -> list[d
         pytest.skip("this Triton has no ptxas")
     found = json_output_of(_DESCRIPTORS + sources + _ASSEMBLE, str(tools), folder=folder, stdin=kernels)
     for each in found:
-        assert "C75" not in each["said"], each["said"]  # ptxas's warning that it serialises wgmma
+        assert "C75" not in each["stderr"], each["stderr"]  # ptxas's warning that it serialises wgmma
         assert int(each["shared"]) <= SHARED_MEMORY
         assert not idle_barriers(each["ttgir"])
     return found

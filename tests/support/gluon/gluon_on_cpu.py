@@ -72,7 +72,7 @@ def _multiplied_and_added(x: Any, y: Any, z: Any) -> Block:
     return Block((data_of(x).double() * data_of(y).double() + data_of(z).double()).float())
 
 
-def _layout(**said: Any) -> None:
+def _layout(**options: Any) -> None:
     """Does nothing: layouts are not emulated."""
 
 
@@ -84,7 +84,7 @@ _ASSEMBLY: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def _assembled(text: str, constraints: str, args: Sequence[Block], **said: Any) -> Block:
+def _assembled(text: str, constraints: str, args: Sequence[Block], **options: Any) -> Block:
     (operation,) = (each for name, each in _ASSEMBLY.items() if name in text)
     return Block(operation(*(each.data for each in args)))
 
@@ -136,7 +136,7 @@ def emulated(late: Callable[[], bool], *modules: str) -> Iterator[None]:
     gluon.__dict__.update(language=_language(), nvidia=nvidia)
     core = ModuleType("_core")
     core.__dict__["builtin"] = lambda function: partial(function, _semantic=_SEMANTIC)
-    gluon.__dict__["jit"] = lambda *args, **said: (
+    gluon.__dict__["jit"] = lambda *args, **options: (
         Kernel(args[0], late) if args else lambda function: Kernel(function, late)
     )
     hopper = ModuleType("hopper")

@@ -86,8 +86,8 @@ class Job(NamedTuple):
 
 
 def _spec(seqlen_q: int, seqlen_kv: int, mask: Mask = Mask(), **more: Any) -> AttentionSpec:  # noqa: B008
-    said = {"batch": 1, "heads": 2, "head_dim": 128, "direction": "training", **more}
-    return AttentionSpec.make(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, mask=mask, **said)
+    fields = {"batch": 1, "heads": 2, "head_dim": 128, "direction": "training", **more}
+    return AttentionSpec.make(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, mask=mask, **fields)
 
 
 CASES = {
@@ -230,20 +230,20 @@ def problem_of(job: Job) -> str | None:
     problem, plain, truth, sizes = _known(job.case, job.kind, job.narrow)
     tile, dtype = PLAIN._replace(hopper=job.ring), gradient_dtype(problem.spec)
     first, *more = (run(problem.hopper, job.kind, tile, dtype, job.narrow) for _ in range(RUNS))
-    said = []
+    problems = []
     for i, name in enumerate(NAMES[job.kind]):
         summed = (job.kind, name) == ("all", "dq")
         same = SAME + sums_off(problem.spec) if summed else SAME
         off = distance(first[i], plain[i].double(), sizes[i]), distance(first[i], truth[i], sizes[i])
         for each, allowed, other in zip(off, (same, ALLOWED[job.narrow]), ("plain Triton", "FP64"), strict=True):
             if not each <= allowed:
-                said.append(f"{name} is off by {each:.3g} from {other}, {allowed:.3g} allowed")
+                problems.append(f"{name} is off by {each:.3g} from {other}, {allowed:.3g} allowed")
         again = max(distance(other[i], first[i].double(), sizes[i]) for other in more)
         # Between two runs there are two orders, and the rounding of the result; two addends have one order.
         anyhow = math.sqrt(2) * sums_off(problem.spec) if summed and additions(problem.spec) > 2 else 0.0
         if again > anyhow:
-            said.append(f"{name} is off by {again:.3g} when it runs again")
-    return "; ".join(said) or None
+            problems.append(f"{name} is off by {again:.3g} when it runs again")
+    return "; ".join(problems) or None
 
 
 @lru_cache(maxsize=1)
@@ -285,8 +285,8 @@ def on_cpu(late: Callable[[], bool], ran: Callable[[str, Prepared], None] | None
 
 def wrong(jobs: list[Job], found: dict[Job, Any]) -> list[str]:
     """A line for each job with a problem."""
-    said = {job: found.get(job, "not reached in time") for job in jobs}
-    return [f"{name_of(job)}: {x.reason if isinstance(x, ItemLost) else x}" for job, x in said.items() if x]
+    problems = {job: found.get(job, "not reached in time") for job in jobs}
+    return [f"{name_of(job)}: {x.reason if isinstance(x, ItemLost) else x}" for job, x in problems.items() if x]
 
 
 def name_of(job: Job) -> str:

@@ -35,8 +35,8 @@ def main(folder: Path, settings: dict, pause: float) -> None:
         train(trainable, ranks, conduct, lambda history: (kept.append(history), report_step(history)), resume=True)
         if ranks.first:
             history = kept[-1]
-            said = {"loss": history.loss, "grad_norm": history.grad_norm, "resumed_at": history.resumed_at}
-            (folder / "found.json").write_text(json.dumps(said))
+            state = {"loss": history.loss, "grad_norm": history.grad_norm, "resumed_at": history.resumed_at}
+            (folder / "found.json").write_text(json.dumps(state))
 
 
 def run_forked_ranks(folder: Path, settings: dict, world: int) -> None:

@@ -56,16 +56,16 @@ def process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]
     )
 
 
-def fails(run: Run | subprocess.CompletedProcess[str], code: int, *said: str) -> None:
+def fails(run: Run | subprocess.CompletedProcess[str], code: int, *messages: str) -> None:
     """Asserts this exit code and these messages on standard error, without a traceback."""
     assert run.returncode == code, run.stderr
     assert "Traceback" not in run.stderr
-    for each in said:
+    for each in messages:
         assert each in run.stderr
 
 
-def fails_in_one_line(run: Run | subprocess.CompletedProcess[str], code: int, *said: str) -> None:
+def fails_in_one_line(run: Run | subprocess.CompletedProcess[str], code: int, *messages: str) -> None:
     """The same for attnbench's own errors: one line that begins with the program's name."""
-    fails(run, code, *said)
+    fails(run, code, *messages)
     assert run.stderr.startswith("attnbench: ")
     assert run.stderr.count("\n") == 1, run.stderr

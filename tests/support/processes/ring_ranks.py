@@ -107,10 +107,10 @@ def buffers(mesh):
         "no name": {"buffers": [torch.zeros(16)]},
         "a stranger": {"no_restore_buffers": {torch.zeros(16)}},
     }
-    said = {
+    messages = {
         what: message_of(lambda each=each: context_parallel(mesh, **each).__enter__()) for what, each in wrong.items()
     }
-    return {"inside": inside, "after": tokens[0].tolist(), "lost": lost.tolist(), "wrong": said}
+    return {"inside": inside, "after": tokens[0].tolist(), "lost": lost.tolist(), "wrong": messages}
 
 
 def fsdp_checkpoint_error(mesh, compiled):

@@ -138,7 +138,7 @@ def _printing(text: str) -> Callable[[Any], Any]:
 
 
 def _print_and_fail(_: Any) -> Any:
-    print("said by the one that failed")
+    print("printed by the one that failed")
     raise ValueError("no")
 
 
@@ -201,7 +201,7 @@ ACTS: dict[str, Callable[[Any], Any]] = {
     "memory": _raising(MemoryError("no more")),
     "allocates": _raising(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")),
     "interrupts": _raising(KeyboardInterrupt()),
-    "prints": _printing("said by the one that went well"),
+    "prints": _printing("printed by the one that went well"),
     "says-and-fails": _print_and_fail,
     "chats": _print_binary,
     "floods": _print_megabytes,

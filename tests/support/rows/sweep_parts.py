@@ -53,11 +53,11 @@ def file_contents(folder):
     return {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in folder.rglob("*") if file.is_file()}
 
 
-def assert_merge_refused(kind, said, out, sources, **options):
+def assert_merge_refused(kind, message, out, sources, **options):
     """The merge raises this error, creates no file and changes none."""
     everything = file_contents(out.parent)
     folders = set(out.parent.iterdir())
-    with pytest.raises(kind, match=f"(?s){said}"):
+    with pytest.raises(kind, match=f"(?s){message}"):
         merge(out, sources, **options)
     assert file_contents(out.parent) == everything
     assert set(out.parent.iterdir()) == folders

@@ -147,7 +147,7 @@ def test_the_matrix_products_stay_asynchronous_and_nothing_spills(kernels: tuple
         width, height, block_n, bits, _, constants = kernel
         if kernels is OF_256:  # which has fewer registers than it wants
             continue
-        spilled = [int(x) for x in re.findall(r"(\d+) bytes spill", found["said"])]
+        spilled = [int(x) for x in re.findall(r"(\d+) bytes spill", found["stderr"])]
         assert max(spilled) <= (8 if constants["chunks"] > 1 else 0)  # between tiles
         # Q·Kᵀ of the first block and of the next, P·V of a block and of the last, 32 numbers of the sum at a time:
         # 32 of the head dimension in Q·Kᵀ, 32 keys in P·V.

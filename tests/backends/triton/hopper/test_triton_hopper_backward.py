@@ -129,7 +129,7 @@ def test_any_small_problem_agrees_with_fp64_on_its_operands(
 
 @needs_interpreter
 @pytest.mark.parametrize(("problem", "way"), every_pair(LONG, list(WAYS)))
-def test_blocks_are_skipped_and_masked_as_the_mask_says(problem: tuple[int, int, Mask], way: str) -> None:
+def test_blocks_are_skipped_and_masked_as_the_mask_requires(problem: tuple[int, int, Mask], way: str) -> None:
     (seqlen_q, seqlen_kv, mask), how = problem, WAYS[way]
     spec, (q, k, v, grad_out) = make(seqlen_q, seqlen_kv, mask=mask, head_dim=64)
     given_ = saved(spec, q, k, v, (HEAD,) * 3)
@@ -237,8 +237,8 @@ def test_uninitialised_memory_does_not_affect_the_gradients(
     spec, (q, k, v, grad_out) = make(70, 90, head_dim=64, head_dim_v=40)
     given_, empty = saved(spec, q, k, v, (HEAD,) * 3), torch.empty
 
-    def used(*said: Any, **more: Any) -> Tensor:
-        x = empty(*said, **more)
+    def used(*args: Any, **more: Any) -> Tensor:
+        x = empty(*args, **more)
         if x.is_floating_point() and x.ndim:
             x.view(torch.uint8).fill_(0xFF)  # no number in any type
         return x

@@ -113,7 +113,7 @@ def test_the_matrix_products_stay_asynchronous_and_nothing_spills(
         assert isinstance(constants, dict)
         # In e4m3, and where all is in one, a mask's bounds and what waits for the end may lie in memory at head
         # dimension 128.
-        spilled = [int(x) for x in re.findall(r"(\d+) bytes spill stores", found["said"])]
+        spilled = [int(x) for x in re.findall(r"(\d+) bytes spill stores", found["stderr"])]
         more = 80 if kind == "all" else (96 if constants["right"] else 8) if narrow else 0
         assert max(spilled) <= (more if head_dim == 128 else 0)
         _check_rings(found["ttgir"], 2 if (kind, narrow) in (("keys", True), ("all", False)) else 3)

@@ -39,7 +39,7 @@ Ran = list[tuple[str, Prepared]]
 def kernels_run() -> Iterator[Ran]:
     """The Hopper kernels that ran, with their inputs."""
     found: Ran = []
-    with on_cpu(lambda: _MODES.random() < 0.5, lambda *said: found.append(said)):
+    with on_cpu(lambda: _MODES.random() < 0.5, lambda *args: found.append(args)):
         yield found
 
 
@@ -48,9 +48,9 @@ def launched_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the kernels that were launched."""
     found, start = [], Launch.__call__
 
-    def starting(launch: Launch, *said: Any) -> None:
+    def starting(launch: Launch, *args: Any) -> None:
         found.append(launch.kernel.__name__)
-        start(launch, *said)
+        start(launch, *args)
 
     monkeypatch.setattr(Launch, "__call__", starting)
     return found

@@ -60,7 +60,7 @@ MASKS = st.sampled_from(
 
 @given(
     spec=st.builds(
-        lambda mask, **said: AttentionSpec.make(mask=mask, heads=4, **said),
+        lambda mask, **fields: AttentionSpec.make(mask=mask, heads=4, **fields),
         mask=MASKS,
         batch=st.integers(1, 2),
         kv_heads=st.sampled_from([1, 2, 4]),

@@ -25,13 +25,13 @@ def test_gaps_are_decided_as_the_verdict_decides_them() -> None:
             runs = [_run("baseline", seed, end) for seed, end in enumerate(band)]
             runs += [_run("candidate", seed, end * (1 + gaps[seed])) for seed, end in enumerate(band)]
             equivalent, degraded = decided(gaps)
-            said = "equivalent" if equivalent else "degraded" if degraded else "inconclusive"
-            assert judge_pairs(pairs_of(runs)).verdict == said
-            found.add(said)
+            expected = "equivalent" if equivalent else "degraded" if degraded else "inconclusive"
+            assert judge_pairs(pairs_of(runs)).verdict == expected
+            found.add(expected)
     assert found == {"equivalent", "degraded", "inconclusive"}
 
 
-def test_an_inconclusive_verdict_says_how_many_seeds_it_lacks() -> None:
+def test_an_inconclusive_verdict_states_how_many_seeds_it_lacks() -> None:
     random = np.random.default_rng(3)
     gaps = random.standard_normal(4)
     gaps = 0.006 * (gaps - gaps.mean()) / gaps.std(ddof=1)

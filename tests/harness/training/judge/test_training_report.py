@@ -1,4 +1,4 @@
-"""What is said of runs: arms and their baselines, prices in the article's form, pictures that need nothing else."""
+"""How runs are reported: arms and their baselines, prices in the article's form, pictures that need nothing else."""
 
 import dataclasses
 import re
@@ -58,7 +58,7 @@ def test_efficiency_is_the_throughput_of_each_rank_over_that_of_one_alone() -> N
     assert "80.0%" in report([*alone, *four], "text")
 
 
-def test_the_report_says_verdict_share_price_and_what_went_wrong() -> None:
+def test_the_report_contains_verdict_share_price_and_what_went_wrong() -> None:
     share = Share(steps=3, forward_ms=1.0, backward_ms=2.0, busy_ms=6.0, share=0.5)
     runs = [
         *arm_runs("baseline", "auto", price_per_hour=2.0),
@@ -82,14 +82,14 @@ def test_the_report_says_verdict_share_price_and_what_went_wrong() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device_type", "step_ms", "said"), [("cuda", 60.0, True), ("cuda", 32.0, False), ("cpu", 60.0, False)]
+    ("device_type", "step_ms", "reported"), [("cuda", 60.0, True), ("cuda", 32.0, False), ("cpu", 60.0, False)]
 )
-def test_a_gpu_that_waits_for_its_host_is_said(device_type: str, step_ms: float, said: bool) -> None:
+def test_a_gpu_that_waits_for_its_host_is_reported(device_type: str, step_ms: float, reported: bool) -> None:
     """Then a step's time tells of launches, and not of the kernels that are compared."""
     here = dataclasses.replace(HERE, device_type=device_type)
     share = Share(steps=3, forward_ms=1.0, backward_ms=2.0, busy_ms=30.0, share=0.1)
     runs = arm_runs("candidate", "auto", attention=share, step_ms=[step_ms] * 120, environment=here)
-    assert ("waits for its host in 50% of it" in " ".join(report(runs, "text").split())) == said
+    assert ("waits for its host in 50% of it" in " ".join(report(runs, "text").split())) == reported
 
 
 def test_runs_that_were_made_twice_or_have_two_prices_stand_side_by_side() -> None:

@@ -30,7 +30,7 @@ def test_what_is_written_is_read_to_the_last_bit(tmp_path_factory, losses: list[
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda row: row | {"schema": "attnbench.training/2"}, "schema"),
         (lambda row: row | {"more": 1}, "more"),
@@ -46,10 +46,10 @@ def test_what_is_written_is_read_to_the_last_bit(tmp_path_factory, losses: list[
         (lambda row: [row], "schema"),
     ],
 )
-def test_hostile_rows_are_refused_with_their_line(tmp_path: Path, change, said: str) -> None:
+def test_hostile_rows_are_refused_with_their_line(tmp_path: Path, change, message: str) -> None:
     row = run_of([1.0, 2.0])
     (tmp_path / ROWS).write_text(f"{row.to_line()}\n{json.dumps(change(row.to_dict()))}\n")
-    with pytest.raises(MalformedFileError, match=said) as caught:
+    with pytest.raises(MalformedFileError, match=message) as caught:
         list(read_runs(tmp_path))
     assert caught.value.line == 2
 
@@ -169,7 +169,7 @@ def test_a_folder_from_another_environment_is_left_alone(tmp_path: Path) -> None
         pass
 
 
-def test_a_row_says_it_is_unfinished_while_it_runs(tmp_path: Path) -> None:
+def test_a_row_is_marked_unfinished_while_it_runs(tmp_path: Path) -> None:
     seen: list[TrainingRun] = []
     with session_of(tmp_path) as session:
         session.run(plan_runs(small(steps=3), None, 1), build_small, lambda row: seen.extend(read_runs(tmp_path)))

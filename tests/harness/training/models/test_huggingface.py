@@ -54,7 +54,7 @@ def test_the_loss_is_that_of_transformers_own_attention(tmp_path: Path, kind: st
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings", "said"),
+    ("kind", "settings", "message"),
     [
         (
             "BloomConfig",
@@ -76,13 +76,13 @@ def test_the_loss_is_that_of_transformers_own_attention(tmp_path: Path, kind: st
         ("LlamaConfig", {**DECODER, "max_position_embeddings": 32}, "positions for 32 tokens, not 40"),
     ],
 )
-def test_what_cannot_be_served_is_said(tmp_path: Path, kind: str, settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_what_cannot_be_served_is_reported(tmp_path: Path, kind: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         build(config(tmp_path, kind, settings), "cpu")
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ("sinks", "wants sinks, which attnbench does not know"),
         ("indices", "wants indices"),
@@ -92,16 +92,16 @@ def test_what_cannot_be_served_is_said(tmp_path: Path, kind: str, settings: dict
     ],
 )
 def test_what_a_layer_asks_for_beside_its_mask_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, message: str
 ) -> None:
     """On building, and in a step, where a layer asks for it then."""
     layer = transformers.models.llama.modeling_llama.LlamaAttention
     forward, new = layer.forward, {given: torch.ones(2)}
     served = build(config(tmp_path / "served", "LlamaConfig", DECODER), "cpu")
     monkeypatch.setattr(layer, "forward", lambda self, *args, **named: forward(self, *args, **{**named, **new}))
-    with pytest.raises(InputError, match=f"cannot be served: (its )?LlamaAttention {said}"):
+    with pytest.raises(InputError, match=f"cannot be served: (its )?LlamaAttention {message}"):
         build(config(tmp_path / "new", "LlamaConfig", DECODER), "cpu")
-    with pytest.raises(InputError, match=f"LlamaAttention {said}"):
+    with pytest.raises(InputError, match=f"LlamaAttention {message}"):
         served.loss(served.batch(0))
     new.clear()
     assert served.loss(served.batch(0)).isfinite()
@@ -122,15 +122,15 @@ def test_masks_are_asked_for_once_and_layers_are_handed_none(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "feature"),
     [(SOFTCAPPED, "a softcap"), ({**SOFTCAPPED, "attn_logit_softcapping": None}, "a sliding window")],
 )
-def test_torchs_sdpa_is_not_asked_for_what_it_has_not(tmp_path: Path, settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=f"asks for {said}, which torch's SDPA has not"):
+def test_torchs_sdpa_is_not_asked_for_what_it_has_not(tmp_path: Path, settings: dict[str, Any], feature: str) -> None:
+    with pytest.raises(InputError, match=f"asks for {feature}, which torch's SDPA has not"):
         build(config(tmp_path, "Gemma2Config", settings, attention="sdpa"), "cpu")
 
 
-def test_a_config_that_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_config_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(InputError, match="transformers finds no config there"):
         build(TrainConfig.make(f"hf:{tmp_path}"), "cpu")

@@ -116,15 +116,15 @@ def test_however_many_there_are_torch_compiles_a_block_a_few_times(
 
 
 @pytest.mark.parametrize(
-    ("block", "tokens", "said"),
+    ("block", "tokens", "message"),
     [
         (nn.Sequential(nn.Linear(32, 24)), 64, "32 × 24"),
         (nn.Sequential(nn.Linear(32, 32)), 40, "batch · seqlen is 40"),
         (nn.Sequential(nn.Linear(32, 32), nn.Conv2d(3, 3, 1)), 64, r"multiply by 1\.weight, no torch Linear's"),
     ],
 )
-def test_nothing_stays_in_bf16_without_a_word(block: nn.Module, tokens: int, said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_nothing_stays_in_bf16_without_a_word(block: nn.Module, tokens: int, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         convert_linears([block], "float8-rowwise", tokens)
 
 
@@ -146,9 +146,9 @@ def test_a_missing_package_comes_with_its_command(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setitem(sys.modules, module, None)
-    said = refusal(kind, torch.device("cuda:0"))
-    assert module in said
-    assert re.search(command, said)
+    reason = refusal(kind, torch.device("cuda:0"))
+    assert module in reason
+    assert re.search(command, reason)
 
 
 @pytest.mark.parametrize("recipe", ["float8-tensorwise", "float8-rowwise"])

@@ -41,9 +41,9 @@ def _free_port() -> int:
 def _ranks(folder: Path, world: int, **settings) -> dict:
     """Every rank with what torchrun tells it; what the first one found."""
     folder.mkdir(exist_ok=True)
-    said = json.dumps({"steps": STEPS, "lr": 0.003} | settings)
+    encoded = json.dumps({"steps": STEPS, "lr": 0.003} | settings)
     shared = {**os.environ, "PYTHONPATH": SUPPORT, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    command = [sys.executable, training_ranks.__file__, str(folder), said, "0", str(world)]
+    command = [sys.executable, training_ranks.__file__, str(folder), encoded, "0", str(world)]
     assert subprocess.run(command, env=shared, stdout=subprocess.DEVNULL, timeout=PATIENCE).returncode == 0
     return json.loads((folder / "found.json").read_text())
 
@@ -79,12 +79,12 @@ def test_ranks_and_configuration_must_agree() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "environ", "said"),
+    ("device", "environ", "message"),
     [("cpu", {"WORLD_SIZE": "two"}, "numbers"), ("cuda:0", {}, "its own GPU"), ("cpu", {}, "MASTER_ADDR")],
 )
-def test_what_torchrun_did_not_set_is_refused(device: str, environ: dict, said: str) -> None:
+def test_what_torchrun_did_not_set_is_refused(device: str, environ: dict, message: str) -> None:
     started = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"} | environ
-    with pytest.raises(MisuseError, match=said), join_ranks(device, started):
+    with pytest.raises(MisuseError, match=message), join_ranks(device, started):
         pass
 
 
@@ -107,7 +107,7 @@ def test_fsdps_mixed_precision_rounds_weights_and_not_the_angles_of_rotary_embed
     assert seen == [(torch.bfloat16, torch.float32, torch.float32, torch.bfloat16)]
 
 
-def test_a_folder_in_use_is_said_once_and_no_rank_fails_with_a_traceback(tmp_path: Path) -> None:
+def test_a_folder_in_use_is_reported_once_and_no_rank_fails_with_a_traceback(tmp_path: Path) -> None:
     write_runs(tmp_path / ROWS, [run_of([1.0])])
     shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": "2"}
     command = [sys.executable, "-m", "attnbench", "train", "--parallel", "ddp", "--device", "cpu", "--out", tmp_path]
@@ -117,8 +117,8 @@ def test_a_folder_in_use_is_said_once_and_no_rank_fails_with_a_traceback(tmp_pat
         )
         for rank in "01"
     ]  # fmt: skip
-    said = [each.communicate(timeout=PATIENCE)[1] for each in started]
+    stderrs = [each.communicate(timeout=PATIENCE)[1] for each in started]
     assert [each.returncode for each in started] == [2, 2]
-    assert "already holds runs" in said[0]
-    assert "the first process says what is wrong" in said[1]
-    assert "Traceback" not in "".join(said)
+    assert "already holds runs" in stderrs[0]
+    assert "the first process says what is wrong" in stderrs[1]
+    assert "Traceback" not in "".join(stderrs)
