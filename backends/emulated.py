@@ -176,7 +176,7 @@ def _resolve(precision: str) -> tuple[ForwardKernel | BackwardKernel, ...]:
     first, *options = precision.split("-")
     if first != "fp8":
         raise UnknownBackendError(f"no kernel is named {asked!r}; {known}")
-    said: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for option in options:
         if narrow := _ACCUMULATOR.fullmatch(option):
             bits, promote = narrow.groups()
@@ -185,12 +185,12 @@ def _resolve(precision: str) -> tuple[ForwardKernel | BackwardKernel, ...]:
             what, value = _OPTIONS[option]
         else:
             raise UnknownBackendError(f"{asked!r} has the unknown option {option!r}; {known}")
-        if what in said:
+        if what in settings:
             raise UnknownBackendError(f"{asked!r} names its {what} twice; {known}")
-        said[what] = value
-    accumulator = said.pop("accumulator", None)
+        settings[what] = value
+    accumulator = settings.pop("accumulator", None)
     try:
-        kernels = emulate(Recipe(**said), accumulator)
+        kernels = emulate(Recipe(**settings), accumulator)
     except InputError as error:
         raise UnknownBackendError(f"no kernel is named {asked!r}: {error}") from None
     if kernels[0].name != asked:

@@ -155,8 +155,8 @@ def _hardest(entries: Sequence[Entry]) -> float:
 
 
 def _spread(errors: Iterable[float | None]) -> str:
-    told = [error for error in errors if error is not None]
-    return f"{statistics.median(told):.2g}, {max(told):.2g}" if told else ""
+    known = [error for error in errors if error is not None]
+    return f"{statistics.median(known):.2g}, {max(known):.2g}" if known else ""
 
 
 def accumulator() -> str:
@@ -181,10 +181,10 @@ def what_fp8_saves() -> str:
         specs = sorted({spec for spec, _ in shipped().entries if spec.direction == direction}, key=str)
         for asked in _ASKED:
             pairs = [(_chosen(spec, Asked(False)), _chosen(spec, asked)) for spec in specs]
-            told = [(plain, opened) for plain, opened in pairs if plain is not None and opened is not None]
-            saved = sorted(1 - _time(opened) / _time(plain) for plain, opened in told if opened.plan.fp8)
+            complete = [(plain, opened) for plain, opened in pairs if plain is not None and opened is not None]
+            saved = sorted(1 - _time(opened) / _time(plain) for plain, opened in complete if opened.plan.fp8)
             effect = f"{statistics.median(saved):.0%}, {saved[-1]:.0%}" if saved else ""
-            lines.append([direction, f"`{_said(asked)}`", f"{len(saved)} of {len(told)}", effect])
+            lines.append([direction, f"`{_argument(asked)}`", f"{len(saved)} of {len(complete)}", effect])
     return _table(["direction", "argument", "shapes where FP8 runs", "time saved there: median, most"], lines)
 
 
@@ -212,7 +212,7 @@ def _time(entry: Entry) -> float:
     return entry.time_ms
 
 
-def _said(asked: Asked) -> str:
+def _argument(asked: Asked) -> str:
     return 'dtype="fp8"' if asked.max_error is None else f"max_error={asked.max_error:g}"
 
 

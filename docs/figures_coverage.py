@@ -62,8 +62,8 @@ def _versions(table: Table) -> str:
 def _checked(reports: Sequence[ReadReport]) -> str:
     kernels = {kernel for report in reports for kernel in report.kernels}
     failed = {kernel for report in reports for kernel, checks in report.kernels.items() if checks}
-    said = f"{len(kernels)} kernels" if kernels else "no report"
-    return f"{said}, of which {len(failed)} fail" if failed else said
+    text = f"{len(kernels)} kernels" if kernels else "no report"
+    return f"{text}, of which {len(failed)} fail" if failed else text
 
 
 def _fresh(table: Table, folder: Path) -> str:

@@ -81,7 +81,7 @@ def _layer(spec: AttentionSpec, names: Sequence[str]) -> list[str]:
 def _cells(rows: Rows, known: Registry) -> tuple[str, str]:
     """The fastest 16-bit plan, and the fastest FP8 plan or why none serves."""
     default, exact, low = _default(rows, known), _fastest(rows, fp8=False), _fastest(rows, fp8=True)
-    first = _why_not(rows, fp8=False) if exact is None else _said(exact, default)
+    first = _why_not(rows, fp8=False) if exact is None else _plan_cell(exact, default)
     if low is None:
         looked = [row for row in rows.values() if row.plan.fp8 and row.status == "slower" and "call" in row.time_ms]
         if not looked or exact is None:
@@ -89,10 +89,10 @@ def _cells(rows: Rows, known: Registry) -> tuple[str, str]:
         near = min(looked, key=Measurement.median_ms)
         return first, f"slower: `{near.plan}` {near.median_ms():.3g} ms at a first look"
     behind = exact is not None and exact.median_ms() <= low.median_ms()
-    return first, f"slower: {_said(low, default)}" if behind else _said(low, default)
+    return first, f"slower: {_plan_cell(low, default)}" if behind else _plan_cell(low, default)
 
 
-def _said(row: Measurement, default: Measurement | None) -> str:
+def _plan_cell(row: Measurement, default: Measurement | None) -> str:
     gain = "" if default is None else f", {default.median_ms() / row.median_ms():.2f}×"
     other = "" if default is None or _by_sdpa(default) else " FlexAttention"
     return f"`{row.plan}` {row.median_ms():.3g} ms{gain}{other}, {_error(row):.2g}"
@@ -123,8 +123,8 @@ def _why_not(rows: Rows, fp8: bool) -> str:
     """The shortest reason why no such plan has a time, its first sentence; of a plan that could have had one if any."""
     own = [row for row in rows.values() if row.plan.fp8 == fp8 and row.status != "ok"]
     first = next((found for status in _TELLING if (found := [row for row in own if row.status == status])), own)
-    told = dict.fromkeys(f"{row.status}: {row.reason}" for row in first)
-    return _plain(min(told, key=len).partition("; ")[0][:_LONGEST_REASON]) if told else "not measured"
+    reasons = dict.fromkeys(f"{row.status}: {row.reason}" for row in first)
+    return _plain(min(reasons, key=len).partition("; ")[0][:_LONGEST_REASON]) if reasons else "not measured"
 
 
 def _summed(
@@ -149,8 +149,8 @@ def _summed(
         if default is not None:
             exact_gains.append(default.median_ms() / exact.median_ms())
             best_gains.append(default.median_ms() / (low if faster and low else exact).median_ms())
-    said = ", ".join(map(_plain, losses)) or "nowhere"
-    return [direction, str(count), _gains(exact_gains), _gains(best_gains), f"{wins} of {count}", said]
+    losing_layers = ", ".join(map(_plain, losses)) or "nowhere"
+    return [direction, str(count), _gains(exact_gains), _gains(best_gains), f"{wins} of {count}", losing_layers]
 
 
 def _gains(gains: Sequence[float]) -> str:

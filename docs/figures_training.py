@@ -86,8 +86,8 @@ def cells(results: Path = RESULTS) -> list[Cell]:
     found: dict[tuple[object, ...], dict[str, TrainingRun]] = {}
     for folder in _folders(results, "*/steps", f"*/{PLAIN}"):
         for run in read_runs(folder):
-            said, device = run.settings, run.environment.device_name
-            place = (said["size"], said["seqlen"], said["linears"], device, run.world, folder.name == PLAIN)
+            settings, device = run.settings, run.environment.device_name
+            place = (settings["size"], settings["seqlen"], settings["linears"], device, run.world, folder.name == PLAIN)
             found.setdefault(place, {})[_named(run)] = run
     return [Cell(found[place], bool(place[-1])) for place in sorted(found, key=str)]
 
@@ -101,9 +101,10 @@ def steps(results: Path = RESULTS) -> Table:
     heads = ["model", "tokens", "GPU", "installed", "linears", "torch", "`auto`", "FP8 plan", "its step"]
     lines = []
     for cell in sorted(cells(results), key=_order):
-        said = cell.first.settings
-        place = [_part(cell.first), f"{said['seqlen']:,}", _gpus(cell.first), "plain" if cell.plain else "everything"]
-        place.append(str(said["linears"]))
+        settings = cell.first.settings
+        installed = "plain" if cell.plain else "everything"
+        place = [_part(cell.first), f"{settings['seqlen']:,}", _gpus(cell.first), installed]
+        place.append(str(settings["linears"]))
         place += [_step(cell.runs.get(name)) for name in ("sdpa", "auto")]
         for how, run in cell.narrow:
             ratios = [_ratio(cell.times_as_fast(name, run)) for name in ("auto", "sdpa")]
@@ -117,7 +118,7 @@ def where_it_pays(results: Path = RESULTS) -> str:
     for cell in sorted(cells(results), key=_order):
         seqlen: int = cell.first.settings["seqlen"]  # type: ignore[assignment]
         found.setdefault((seqlen, _gpus(cell.first), cell.plain), []).append(cell)
-    said = []
+    bullets = []
     for (seqlen, gpus, plain), group in found.items():
         over = {name: [cell.times_as_fast(name, cell.best) for cell in group] for name in ("auto", "sdpa")}
         known = {name: [each for each in ratios if each is not None] for name, ratios in over.items()}
@@ -127,13 +128,13 @@ def where_it_pays(results: Path = RESULTS) -> str:
         shares = [cell.runs["auto"].attention.share for cell in group if cell.runs["auto"].attention is not None]
         own = [_attention_ms(cell.runs["auto"]) / _attention_ms(cell.best) for cell in group if cell.best is not None]
         place = f"{seqlen:,} tokens, {gpus}" + (", a plain install" if plain else "")
-        said.append(
+        bullets.append(
             f"- **{place}**: {_times(known['auto'])} as fast as `auto` in 16 bits, "
             f"{_times(known['sdpa'])} as fast as torch; surely faster than `auto` in {surely} of {len(known['auto'])} "
             f"models.  Attention was {_span(shares, '.0%')} of the 16-bit step, and became {_span(own, '.2f')} times "
             "as fast itself."
         )
-    return "\n".join(said)
+    return "\n".join(bullets)
 
 
 def _times(found: Sequence[tuple[float, float, float]]) -> str:
@@ -151,8 +152,8 @@ def _span(values: Sequence[float], form: str) -> str:
 
 
 def _order(cell: Cell) -> tuple[object, ...]:
-    said = cell.first.settings
-    return said["seqlen"], said["linears"] != "bf16", said["size"], cell.first.environment.device_name, cell.plain
+    settings, device = cell.first.settings, cell.first.environment.device_name
+    return settings["seqlen"], settings["linears"] != "bf16", settings["size"], device, cell.plain
 
 
 def _part(run: TrainingRun) -> str:
@@ -200,19 +201,19 @@ def vit(results: Path = RESULTS) -> Table:
     for cell in turns("vit", results):
         plain = {_replayed(run): run for run in cell if run.settings["attention"] == "sdpa" and _is_plain(run)}
         for run in cell:
-            said = run.settings
-            named = "its own" if said["block"] == "te" else _choice(run)
-            how = ", ".join(each for each, on in (("compiled", said["compile"]), ("graph", _replayed(run))) if on)
+            settings = run.settings
+            named = "its own" if settings["block"] == "te" else _choice(run)
+            how = ", ".join(each for each, on in (("compiled", settings["compile"]), ("graph", _replayed(run))) if on)
             own = _over(run, plain.get(_replayed(run)))
-            lines.append([_gpus(run), str(said["batch"]), said["block"], said["linears"], named, how or "launched",
-                          *_speed(run), own])  # fmt: skip
+            shape = [_gpus(run), str(settings["batch"]), settings["block"], settings["linears"]]
+            lines.append([*shape, named, how or "launched", *_speed(run), own])
     heads = ["GPU", "images a step", "block", "linears", "attention", "how", "step", "a second", "memory"]
     return [*heads, "times as fast as plain"], lines
 
 
 def vit_verdict(results: Path = RESULTS) -> str:
     """The article's two gains beside those of here, of each cell with its graphs."""
-    said = []
+    bullets = []
     for cell in turns("vit", results):
         plain, te, fp8 = (_find(cell, *each) for each in (("plain", "bf16"), ("te", "bf16"), ("te", "te-fp8")))
         launched = [_find(cell, *each, graphs=False) for each in (("plain", "bf16"), ("te", "bf16"), ("te", "te-fp8"))]
@@ -223,7 +224,7 @@ def vit_verdict(results: Path = RESULTS) -> str:
         if None in ratios:
             continue
         block, eight, both, fused, own, *host = (f"{found[1]:.2f}" for found in ratios if found is not None)
-        said += [
+        bullets += [
             f"- **Without the host** TransformerEngine's block is {block} times as fast as timm's in bf16, and in FP8 "
             f"{eight} times as fast as itself in bf16: {both} times together.",
             f"- **Timm's block** is {fused} times as fast when it is compiled, still in bf16, and {own} times with "
@@ -231,22 +232,22 @@ def vit_verdict(results: Path = RESULTS) -> str:
             f"- **Launched by the host**, as in the article, TransformerEngine's block is {host[0]} times as fast as "
             f"timm's in bf16 and {host[1]} times in FP8, because its host does more.",
         ]
-    return "\n".join(said)
+    return "\n".join(bullets)
 
 
 def _find(cell: list[TrainingRun], block: str, linears: str, **how: bool) -> TrainingRun | None:
     """The first run of a block, in bf16 with torch's or its own attention; from a graph and not compiled by default."""
     asked = block, linears, how.get("compile", False), how.get("graphs", True)
     for run in cell:
-        said = run.settings
-        if (said["block"], said["linears"], said["compile"], _replayed(run)) == asked:
+        settings = run.settings
+        if (settings["block"], settings["linears"], settings["compile"], _replayed(run)) == asked:
             return run
     return None
 
 
 def _is_plain(run: TrainingRun) -> bool:
-    said = run.settings
-    return (said["block"], said["linears"], said["compile"]) == ("plain", "bf16", False)
+    settings = run.settings
+    return (settings["block"], settings["linears"], settings["compile"]) == ("plain", "bf16", False)
 
 
 def _replayed(run: TrainingRun) -> bool:
@@ -274,9 +275,9 @@ def packing(results: Path = RESULTS) -> Table:
     for cell in turns("packing", results):
         plain = next((run for run in cell if run.settings["packing"] == "packed"), cell[0])
         for run in cell:
-            said = run.settings
+            settings = run.settings
             share = "" if run.attention is None else f"{run.attention.share:.0%}"
-            shape = [_gpus(run), f"{said['seqlen']:,}", f"{run.units_per_step:,}", str(said["packing"])]
+            shape = [_gpus(run), f"{settings['seqlen']:,}", f"{run.units_per_step:,}", str(settings["packing"])]
             own = [share, _over(run, plain), _end(run, plain)]
             lines.append([*shape, _choice(run), _plans(run), *_speed(run), *own])
     heads = ["GPU", "longest", "tokens a step", "documents", "attention", "plan", "step", "tokens/s", "memory"]
@@ -354,8 +355,8 @@ def ranks() -> Table:
 def learning() -> Table:
     """Loss curves of FP8 attention against 16 bits, of every folder of ``learning``, with the verdicts."""
     lines = []
-    for arm, baseline, said in compare_arms(arms(*_folders(RESULTS, "*/learning", "*/learning/*"))):
-        assert None not in (said.gap, said.low, said.high), "they ended"
+    for arm, baseline, learned in compare_arms(arms(*_folders(RESULTS, "*/learning", "*/learning/*"))):
+        assert None not in (learned.gap, learned.low, learned.high), "they ended"
         found = [sign for run in arm.runs for sign in run.signs]
         checks, breaches = sum(sign.checks for sign in found), sum(sign.breaches for sign in found)
         how = arm.first.settings
@@ -363,8 +364,8 @@ def learning() -> Table:
             _gpus(arm.first),
             f"{_part(arm.first)}, {how['steps']} steps of {how['batch']} × {how['seqlen']:,} tokens",
             *(f"`{_named(arm.first)}`", str(len(arm.runs)), f"{baseline.end:.4f}", f"{arm.end:.4f}"),
-            f"{said.gap:+.2%} ({said.low:+.2%} to {said.high:+.2%})",
-            *(said.verdict, f"{breaches} in {checks} checks" if checks else ""),
+            f"{learned.gap:+.2%} ({learned.low:+.2%} to {learned.high:+.2%})",
+            *(learned.verdict, f"{breaches} in {checks} checks" if checks else ""),
         ])  # fmt: skip
     return ["GPU", "model", "attention", "seeds", "loss, 16 bits", "loss", "gap", "verdict", "guard's breaches"], lines
 

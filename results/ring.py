@@ -99,7 +99,7 @@ class Bench:
     def _alone(self, name: str, length: int, whole: list[Tensor], named: dict[str, str]) -> list[Tensor] | None:
         """One GPU with all tokens; what this rank's places are of out and gradients."""
         row, answers = self._row(f"{name}, one", length, whole, _ours(named), nullcontext)
-        row["plans"] = _said(lambda: [explain(*_leaves(whole), is_causal=True, **named)])
+        row["plans"] = _plan_names(lambda: [explain(*_leaves(whole), is_causal=True, **named)])
         return None if answers is None else [shard(self.mesh, x, 2) for x in answers]
 
     def _shared(
@@ -107,7 +107,7 @@ class Bench:
     ) -> None:
         opened: list[Any] = []
         row, answers = self._row(f"{name}, ring", length, own, _ours(named), partial(_ring, self.mesh, opened))
-        row["plans"] = _said(
+        row["plans"] = _plan_names(
             lambda: list(explain_parts(*_leaves(own), ranks=self.ranks, is_causal=True, **named).values())
         )
         row["sent"] = sorted({kind for group in opened for kind in group.sent})
@@ -255,7 +255,7 @@ def _torchs_ring(mesh: DeviceMesh, backend: SDPBackend) -> Iterator[None]:
         yield
 
 
-def _said(choices: Callable[[], list[Any]]) -> list[str]:
+def _plan_names(choices: Callable[[], list[Any]]) -> list[str]:
     """The plans chosen, or why none was."""
     try:
         return [str(choice.plan) for choice in choices()]

@@ -136,9 +136,11 @@ class Choice:
     def of(cls, cell: dict[str, Any], text: str, asked: argparse.Namespace) -> Choice:
         """The choice in a cell.  Raises InputError if there is no such configuration."""
         attention, _, changed = text.partition(",")
-        said = {"batch": 1} | cell | _settings(changed)
-        slices, graphs, fp8 = said.pop("slices", 1), said.pop("graphs", False), attention == "auto-fp8"
-        config = TrainConfig.make(**said, steps=_WARM + asked.rounds, attention="auto" if fp8 else attention, fp8=fp8)
+        settings = {"batch": 1} | cell | _settings(changed)
+        slices, graphs, fp8 = settings.pop("slices", 1), settings.pop("graphs", False), attention == "auto-fp8"
+        config = TrainConfig.make(
+            **settings, steps=_WARM + asked.rounds, attention="auto" if fp8 else attention, fp8=fp8
+        )
         if graphs and (config.optimiser != "sgd" or config.parallel != "none" or asked.learn):
             raise InputError(
                 "graphs=true replays one rate on one rank: it takes optimiser=sgd, no parallel, no --learn"
@@ -244,7 +246,7 @@ class Turns:
         return bool(self.ranks.agreed(int(time.monotonic() > self.until)))
 
     def _write(self, arms: list[Arm]) -> None:
-        self.rows = [arm.told() for arm in arms]
+        self.rows = [arm.updated_row() for arm in arms]
         for row in self.rows:
             self.session.keep(row)
 
@@ -257,9 +259,9 @@ class Turns:
             share = "" if row.attention is None else f" attention {row.attention.share:.1%}"
             taken = "no time" if rate is None or first is None else f"{rate:10,.0f} {row.units}/s {rate / first:.3f}"
             memory = "" if row.memory_bytes is None else f" {row.memory_bytes / 2**30:.1f} GiB"
-            said = " ".join(dict.fromkeys(row.plans)) or "its own"
+            plans = " ".join(dict.fromkeys(row.plans)) or "its own"
             cell = " ".join(str(row.settings[name]) for name in ("model", "size", "seqlen", "batch"))
-            lines.append(f"{cell}: {name}: {row.status} {taken}{share}{memory} {said} "
+            lines.append(f"{cell}: {name}: {row.status} {taken}{share}{memory} {plans} "
                          f"{[round(each, 1) for each in row.samples_ms[-12:]]} {row.reason or ''}")  # fmt: skip
         return "\n".join(lines)
 
@@ -367,7 +369,7 @@ class Arm:
         if not self.failed:
             self.row = before.model_copy(update={"attention": share})
 
-    def told(self) -> TrainingRun:
+    def updated_row(self) -> TrainingRun:
         """Its row, ok once every round was timed."""
         if not self.failed and len(self.row.step_ms) == _WARM + self.turns.asked.rounds:
             self.row = self.row.model_copy(update={"status": "ok", "reason": None})

@@ -105,10 +105,10 @@ def _text(choice: Choice, style: Literal["simple", "github"], all_plans: bool) -
 
 
 def _head(choice: Choice) -> Iterator[str]:
-    said = f"asked for by {choice.asked_by}" if choice.basis == "explicit" else f"by {_basis(choice)}"
+    basis = f"asked for by {choice.asked_by}" if choice.basis == "explicit" else f"by {_basis(choice)}"
     yield f"{choice.spec} on {choice.device}"
     budget = "" if choice.budget is None else f", error budget {choice.budget:g}"
-    yield f"plan {choice.plan} ({said}){budget}"
+    yield f"plan {choice.plan} ({basis}){budget}"
     margin = choice.margin
     if margin is not None:
         lead = f"{margin.gap:.1%} ahead of" if margin.gap >= 0 else f"{-margin.gap:.1%} behind"

@@ -26,15 +26,15 @@ def no_plan(
     if best is not None:
         budget = default_budget(spec, fp8) if max_error is None else max_error
         bound = f"the default error budget of {budget:g}" if max_error is None else f"max_error={budget:g}"
-        said = f"no plan stays within {bound} {where}: the best, {_reach(best)}. {_advice(spec, budget, best)}"
+        message = f"no plan stays within {bound} {where}: the best, {_reach(best)}. {_advice(spec, budget, best)}"
     elif any(each.verdict == "not asked for" for each in able):
-        said = f'no plan {where} computes in 16 bits or more: dtype="fp8" or a max_error admits those in FP8'
+        message = f'no plan {where} computes in 16 bits or more: dtype="fp8" or a max_error admits those in FP8'
     elif able:
-        said = f"no plan can be chosen {where}: run `attnbench sweep`, or name one with backend="
+        message = f"no plan can be chosen {where}: run `attnbench sweep`, or name one with backend="
     else:
-        said = f"no plan serves {spec} on {device.name}"
+        message = f"no plan serves {spec} on {device.name}"
     reasons = {str(each.plan): each.reasons for each in candidates}
-    return NoPlanError(said, reasons, shown=len(able) or None)
+    return NoPlanError(message, reasons, shown=len(able) or None)
 
 
 def over_budget(asked: str, field: Sequence[Candidate], able: Sequence[Candidate], max_error: float) -> BudgetError:

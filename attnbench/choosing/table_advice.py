@@ -30,7 +30,7 @@ def warn_of_rule(choice: Choice, device: torch.device) -> None:
     """Warn if ``auto`` chose by rule on a GPU, once a device; on a CPU a rule is the usual thing."""
     if choice.basis != "rule" or device.type != "cuda" or device in _warned.entries:
         return
-    said = f"nothing like {choice.spec} was measured on {printable(describe(device).name)}, so a fixed order of kernels"
-    said = f"{said} decides; {_COMMAND}"
-    if _warned.of(device, lambda: said) is said:  # not another thread's
-        warnings.warn(said, AttnbenchWarning, stacklevel=2)
+    where = printable(describe(device).name)
+    message = f"nothing like {choice.spec} was measured on {where}, so a fixed order of kernels decides; {_COMMAND}"
+    if _warned.of(device, lambda: message) is message:  # not another thread's
+        warnings.warn(message, AttnbenchWarning, stacklevel=2)

@@ -74,7 +74,7 @@ def _limits(row: Capabilities, here: Device) -> list[str]:
     bounded = (least, multiple) != (1, 1) or most < 2**31
     masks = [each for each in ("causal", "window") if each not in row.masks]
     alignments = [each for each in ("top-left", "bottom-right") if each not in row.alignments]
-    said = {
+    limits = {
         f"not on compute capability {capability_text(here.capability)}": not _fits(row, here),
         f"takes {'/'.join(row.dtypes)}": True,
         f"D {least}-{most}" + (f" by {multiple}" if multiple > 1 else ""): bounded,
@@ -88,7 +88,7 @@ def _limits(row: Capabilities, here: Device) -> list[str]:
         "no LSE": not row.lse,
         f"descales per {'/'.join(row.descales)}": bool(row.descales),
     }
-    return [words for words, applies in said.items() if applies]
+    return [words for words, applies in limits.items() if applies]
 
 
 def _fits(row: Capabilities, here: Device) -> bool:

@@ -155,9 +155,9 @@ def _backend_findings() -> tuple[list[Diagnosis], list[str]]:
             usable.append(name)
             found.append(Diagnosis(name, "ok", f"{answer.version or 'of unknown version'}{origin}"))
         else:
-            said = answer.reason if reason is None else f"cannot run here: {reason}"
+            detail = answer.reason if reason is None else f"cannot run here: {reason}"
             status: Status = "note" if here.type in backend.yardstick else "missing"
-            found.append(Diagnosis(name, status, said or "", command_for(known, backend, here)))
+            found.append(Diagnosis(name, status, detail or "", command_for(known, backend, here)))
     if elsewhere:
         found.append(Diagnosis("other backends", "note", f"{', '.join(elsewhere)}: {_NEED[here.type]}"))
     return found, usable
@@ -167,10 +167,10 @@ def _table() -> Diagnosis:
     from ..kernels.devices import find
     from ..tables.user_table import known_tables
 
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         known = known_tables(find("auto"))
-    notes = [str(each.message) for each in said] or ([known.note] if known.note else [])
+    notes = [str(each.message) for each in caught] or ([known.note] if known.note else [])
     if not known.tables:
         detail = "; ".join(notes) or "nothing was measured on this device yet"
         return Diagnosis(_TABLE, "missing", detail, "attnbench sweep")
@@ -184,13 +184,13 @@ def _verdict(findings: list[Diagnosis], usable: list[str]) -> str:
         commands = dict.fromkeys(each.install for each in findings if each.install)
         return "; ".join(["verdict: nothing can run here", *([f"first: {', '.join(commands)}"] if commands else [])])
     counted = f"{len(usable)} backend{'s' if len(usable) > 1 else ''}"
-    said = [f"verdict: ready: {counted} can run here ({', '.join(usable)})"]
+    parts = [f"verdict: ready: {counted} can run here ({', '.join(usable)})"]
     missing = {each.name: each.install for each in findings if each.status == "missing" and each.install}
     if gpu := missing.pop(_GPU, None):
-        said.append(f"to use the GPU: {gpu}")
+        parts.append(f"to use the GPU: {gpu}")
     table = missing.pop(_TABLE, None)
     if missing:
-        said.append(f"the table names what would add {', '.join(missing)}")
+        parts.append(f"the table names what would add {', '.join(missing)}")
     if table:
-        said.append(f"next: {table}")
-    return "; ".join(said)
+        parts.append(f"next: {table}")
+    return "; ".join(parts)

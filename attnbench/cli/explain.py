@@ -126,8 +126,8 @@ def _sizes(
         raise InputError("--packed goes without --padded and --seqlen-kv")
     if packed is not None:
         if not queries <= packed <= batch * queries:
-            said = f"--packed {packed}: expected {queries} to {batch * queries}, the tokens of {batch} sequences of"
-            raise InputError(f"{said} which the longest has {queries}")
+            message = f"--packed {packed}: expected {queries} to {batch * queries}, the tokens of {batch} sequences of"
+            raise InputError(f"{message} which the longest has {queries}")
         return packed_sizes(batch, queries, queries, packed, packed, square=True)
     sizes = {"batch": batch, "seqlen_q": queries, "seqlen_kv": keys}
     if padded is None:

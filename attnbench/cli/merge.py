@@ -66,5 +66,5 @@ def _print(merged: Merged, format: Format) -> None:
         return
     print_table([{name: str(part[name]) for name in ("rows", "measured", "part")} for part in parts], format)
     repeated = [f"rows that another part has, too, with the same content: {merged.repeated}"] if merged.repeated else []
-    if said := merged.gaps + repeated + merged.notes:
-        print_text("\n" + "\n".join(f"- {each}" for each in said))
+    if lines := merged.gaps + repeated + merged.notes:
+        print_text("\n" + "\n".join(f"- {each}" for each in lines))

@@ -158,8 +158,8 @@ def _measure(
         try:
             check_user_table(environment)
         except OutputError as error:
-            said = f"the table that auto chooses by will not be updated: {error}"
-            print(f"{said}; the results are kept, and {later}, once it can be written", file=sys.stderr)
+            message = f"the table that auto chooses by will not be updated: {error}"
+            print(f"{message}; the results are kept, and {later}, once it can be written", file=sys.stderr)
     try:
         rows = list(show_progress(run_sweep(tasks, setups, store), Console(stderr=True), verbose=verbose))
     except KeyboardInterrupt:
@@ -176,20 +176,20 @@ def _measure(
     except OutputError as error:  # raised once the rows have been printed
         fault = OutputError(f"{error}; the rows are safe, --resume --out {store.folder} finishes the sweep")
     if not measured:
-        said = "nothing could be measured; the rows say why"
+        message = "nothing could be measured; the rows say why"
     elif not update:
-        said = f"the table that auto chooses by was not updated, as asked; {later}"
+        message = f"the table that auto chooses by was not updated, as asked; {later}"
     else:
         try:
-            said = f'backend="auto" now chooses by {update_user_table(table)}'
+            message = f'backend="auto" now chooses by {update_user_table(table)}'
         except OutputError as error:
-            said = f"the table that auto chooses by was not updated: {error}; {later}, once it can be written"
+            message = f"the table that auto chooses by was not updated: {error}; {later}, once it can be written"
     if format == "json":
         print_json([row.to_dict() for row in rows])
     else:
         print(report(rows, "markdown" if format == "markdown" else "text"))
     others = f", {len(rows) - measured} not (each row says why)" if measured < len(rows) else ""
-    print(f"{measured} plans measured{others}; the rows are in {store.folder}\n{said}", file=sys.stderr)
+    print(f"{measured} plans measured{others}; the rows are in {store.folder}\n{message}", file=sys.stderr)
     if fault is not None:
         raise fault
     return measured > 0

@@ -56,19 +56,21 @@ def check_schema(path: Path, found: object, expected: str, line: int | None = No
     """
     if found == expected:
         return
-    said = f'expected "schema": "{expected}"'
+    message = f'expected "schema": "{expected}"'
     known, given = _SCHEMA.fullmatch(expected), _SCHEMA.fullmatch(found) if isinstance(found, str) else None
     if known is None or given is None:
-        raise MalformedFileError(path, said if found is None else f"{said}, found {brief(found)}", line)
+        raise MalformedFileError(path, message if found is None else f"{message}, found {brief(found)}", line)
     if known[1] != given[1]:
-        raise MalformedFileError(path, f'{said}, found "{found}", which is another kind of file', line)
+        raise MalformedFileError(path, f'{message}, found "{found}", which is another kind of file', line)
     if int(given[2]) < int(known[2]):
         raise MalformedFileError(
-            path, f'{said}, found "{found}": an older attnbench wrote this file; make it again with {__version__}', line
+            path,
+            f'{message}, found "{found}": an older attnbench wrote this file; make it again with {__version__}',
+            line,
         )
     raise NewerFileError(
         path,
-        f'{said}, found "{found}": a newer attnbench wrote this file, which {__version__} cannot read; '
+        f'{message}, found "{found}": a newer attnbench wrote this file, which {__version__} cannot read; '
         "upgrade attnbench",
         line,
     )

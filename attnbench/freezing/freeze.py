@@ -248,8 +248,8 @@ def _versions(plan: Plan, known: Registry) -> dict[str, str]:
     found: dict[str, str] = {}
     for backend in map(backend_of, plan.kernels):
         answer = known.availability(backend)
-        said = " from ".join(filter(None, (answer.version or "unknown", answer.origin)))
-        found[backend] = printable(said)[:_LONGEST]
+        full_version = " from ".join(filter(None, (answer.version or "unknown", answer.origin)))
+        found[backend] = printable(full_version)[:_LONGEST]
         for library in known.backend(backend).built_on:
             found[_LIBRARIES[library]] = _library(library)
     return found

@@ -344,8 +344,8 @@ class Guard:
             new = breach.plan not in self._warned
             self._warned.add(breach.plan)
         if new:
-            said = f"{breach}; what else is found of this plan is in Guard.breaches and in the log {_log.name}"
-            warnings.warn(said, BreachWarning, stacklevel=2)
+            message = f"{breach}; what else is found of this plan is in Guard.breaches and in the log {_log.name}"
+            warnings.warn(message, BreachWarning, stacklevel=2)
         return None
 
     def _skip(self, reason: str, detail: str = "") -> None:
@@ -353,9 +353,9 @@ class Guard:
             self.skipped[reason] += 1
             new = self.skipped[reason] == 1
         if new:
-            said = f"a check fell short: {reason}{detail and f': {detail}'}"
-            _log.warning("%s", said)
-            warnings.warn(f"{said}; Guard.skipped counts such checks", AttnbenchWarning, stacklevel=2)
+            message = f"a check fell short: {reason}{detail and f': {detail}'}"
+            _log.warning("%s", message)
+            warnings.warn(f"{message}; Guard.skipped counts such checks", AttnbenchWarning, stacklevel=2)
 
 
 def _recorded(x: Tensor) -> bool:

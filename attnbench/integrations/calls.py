@@ -98,9 +98,9 @@ class Calls:
             new = reason not in self._warned
             self._warned.add(reason)
         if new:
-            said = f"{reason}: {detail}" if detail else reason
-            said = f"{self._whose}: {said}; such calls are handed on to {self._fallback}"
-            warnings.warn(said, AttnbenchWarning, stacklevel=2)
+            message = f"{reason}: {detail}" if detail else reason
+            message = f"{self._whose}: {message}; such calls are handed on to {self._fallback}"
+            warnings.warn(message, AttnbenchWarning, stacklevel=2)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

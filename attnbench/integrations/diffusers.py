@@ -126,13 +126,13 @@ def _check_layers(model: nn.Module, calls: Calls) -> None:
         return
     kinds = ", ".join(sorted({type(each).__name__ for each in deaf}))
     which = f"{len(deaf)} of {len(processors)} attention layers" if deaf else "what attention it has"
-    said = (
+    message = (
         f"{type(model).__name__}: no backend of diffusers reaches {which}{f' ({kinds})' if kinds else ''}; "
         "attnbench.integrations.sdpa.replaced() serves layers that call torch's SDPA"
     )
     if len(deaf) == len(processors) and not calls.hands_on:
-        raise InputError(said)
-    warnings.warn(said, AttnbenchWarning, stacklevel=3)
+        raise InputError(message)
+    warnings.warn(message, AttnbenchWarning, stacklevel=3)
 
 
 def _member(names: Any, name: str) -> Any:

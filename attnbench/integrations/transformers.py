@@ -86,7 +86,7 @@ class _Answers:
         self._tensors = MaskTensors()
 
     def mask(self, *positions: Any, **named: Any) -> LayerMask | Tensor | None:
-        """What layers are told: a mask, None, or the tensor that SDPA is given where those calls are handed on."""
+        """What layers are given: a mask, None, or the tensor that SDPA is given where those calls are handed on."""
         known = named.get("attention_mask")
         if isinstance(known, LayerMask):  # made before, for generate
             return known

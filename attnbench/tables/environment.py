@@ -240,5 +240,5 @@ def _commit_of(folder: Path) -> str | None:
         )
     except (OSError, UnicodeDecodeError, subprocess.TimeoutExpired):
         return None
-    said = run.stdout.strip()
-    return said if run.returncode == 0 and re.fullmatch(_COMMIT, said) else None
+    commit = run.stdout.strip()
+    return commit if run.returncode == 0 and re.fullmatch(_COMMIT, commit) else None

@@ -89,5 +89,5 @@ def _size(path: Path) -> int:
     return found.st_size if stat.S_ISREG(found.st_mode) else 0
 
 
-def _warn(said: str) -> None:
-    warnings.warn(f"{VARIABLE}: {printable(said)}", AttnbenchWarning, stacklevel=2)
+def _warn(message: str) -> None:
+    warnings.warn(f"{VARIABLE}: {printable(message)}", AttnbenchWarning, stacklevel=2)

@@ -166,10 +166,10 @@ class _Kept:
             self._notes += [f"{whose} is used in part: {'; '.join(unused)}"] if unused else []
         elif unused:
             where = f"{whose} ({printable(str(path))})"
-            said = f"{where} is not used, run `attnbench sweep` for one of here: {'; '.join(unused)}"
-            self._notes.append(said)
+            note = f"{where} is not used, run `attnbench sweep` for one of here: {'; '.join(unused)}"
+            self._notes.append(note)
             if warned:
-                warnings.warn(said, AttnbenchWarning, stacklevel=6)
+                warnings.warn(note, AttnbenchWarning, stacklevel=6)
         self._dropped = {**binding.dropped, **self._dropped}
 
     def known(self) -> Known:

@@ -45,8 +45,8 @@ def why_missed(fault: Fault, row: Measurement) -> str | None:
         return f"{fault.name}: the status is {row.status} ({row.reason}), not {fault.status}"
     if row.check != fault.check:
         return f"{fault.name}: found by {row.check} ({row.reason}), not by {fault.check}"
-    if fault.said not in (row.reason or ""):
-        return f"{fault.name}: the reason is {row.reason!r}, without {fault.said!r}"
+    if fault.reason not in (row.reason or ""):
+        return f"{fault.name}: the reason is {row.reason!r}, without {fault.reason!r}"
     if fault.flag == "leak" and not row.correctness.leak:
         return f"{fault.name}: leak is {row.correctness.leak}"
     if fault.flag == "deterministic" and row.correctness.deterministic is not False:

@@ -247,8 +247,8 @@ class PlantedBackward(BackwardKernel):
 class Fault:
     """A planted kernel, the spec that shows the fault, and what its row must say.
 
-    ``check`` is the check that must find it, ``said`` part of the reason, ``flag`` the column that shows it if the row
-    stays ``ok``.
+    ``check`` is the check that must find it, ``reason`` part of the row's reason, ``flag`` the column that shows it if
+    the row stays ``ok``.
     """
 
     name: str
@@ -256,7 +256,7 @@ class Fault:
     status: str
     kernel: ForwardKernel | BackwardKernel
     check: str | None = None
-    said: str = ""
+    reason: str = ""
     flag: Flag | None = None
 
     @property
@@ -373,7 +373,7 @@ FAULTS = (
     Fault("NaN in one row", _PLAIN, "inaccurate", _changed("nan", _one_nan), "error"),
     Fault("dropped last key block", _MANY_KEYS, "inaccurate", Misled("fp8-dropped", _without_last_keys), "lse"),
     Fault("bf16 kernel in an FP8 name", _PLAIN, "inaccurate", Wide("fp8-wide"), "too good"),
-    Fault("another kernel answers", _PLAIN, "error", Masquerading("fp8-masquerade"), said="did not run"),
+    Fault("another kernel answers", _PLAIN, "error", Masquerading("fp8-masquerade"), reason="did not run"),
     Fault("work left running on another stream", _PLAIN, "inaccurate", Late("fp8-late"), "settled"),
     Fault("cache keyed by data pointer", _PLAIN, "inaccurate", Remembering("fp8-pointer"), "error"),
     Fault("gradient scaled by 1.05", _TRAINING, "inaccurate", PlantedBackward("fp8-gradient", 1.05), "bias"),
@@ -381,15 +381,19 @@ FAULTS = (
     Fault("drift after the third step", _PLAIN, "inaccurate", _changed("drift", _drifting), "error"),
     Fault("another answer every time", _PLAIN, "ok", _changed("restless", _restless), flag="deterministic"),
     Fault("inputs are changed", _PLAIN, "inaccurate", Spoiling("fp8-spoils"), "inputs"),
-    Fault("crash", _PLAIN, "crashed", Dying("fp8-crash", _crash), said="SIGSEGV"),
+    Fault("crash", _PLAIN, "crashed", Dying("fp8-crash", _crash), reason="SIGSEGV"),
     Fault(
-        "exit", _PLAIN, "crashed", Dying("fp8-exit", _leave), said="exit code 3; its last output: the library gives up"
+        "exit",
+        _PLAIN,
+        "crashed",
+        Dying("fp8-exit", _leave),
+        reason="exit code 3; its last output: the library gives up",
     ),
-    Fault("hang", _PLAIN, "timeout", Dying("fp8-hang", _hang), said="no answer within"),
-    Fault("out of memory", _PLAIN, "oom", Dying("fp8-memory", _take_all_memory), said="memory"),
+    Fault("hang", _PLAIN, "timeout", Dying("fp8-hang", _hang), reason="no answer within"),
+    Fault("out of memory", _PLAIN, "oom", Dying("fp8-memory", _take_all_memory), reason="memory"),
 )
 # What only a GPU shows.
-GPU_FAULTS = (Fault("illegal access", _PLAIN, "crashed", Dying("fp8-access", _spoil_device), said="CUDA error"),)
+GPU_FAULTS = (Fault("illegal access", _PLAIN, "crashed", Dying("fp8-access", _spoil_device), reason="CUDA error"),)
 _KERNELS = HONEST, HONEST_BACKWARD, *(fault.kernel for fault in (*FAULTS, *GPU_FAULTS))
 BACKEND = Backend("planted", "kernels with planted faults", lambda: Availability(version="1"), _KERNELS)
 

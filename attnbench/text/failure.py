@@ -26,12 +26,12 @@ def in_one_line(error: BaseException) -> str:
     last = chain[-1]
     names = [type(each).__name__ for each in ((error, last) if last is not error else (error,))]
     message = _message(last)
-    said = ": ".join([*names, message]) if message else f"{': '.join(names)}{_place(last)}"
+    line = ": ".join([*names, message]) if message else f"{': '.join(names)}{_place(last)}"
     cause = last.__cause__
     if cause is None or _COMPILER_ERROR.search(message):
-        return said
+        return line
     text = _message(cause)
-    return said if text in str(last) else f"{said} (caused by {type(cause).__name__}: {text})"
+    return line if text in str(last) else f"{line} (caused by {type(cause).__name__}: {text})"
 
 
 def _inwards(error: BaseException) -> Iterator[BaseException]:

@@ -29,7 +29,7 @@ class Described:
         block: Sequence[int],
         strides: Sequence[int] | None = None,
     ) -> None:
-        """``strides``, in elements, are those of a contiguous matrix where they are not said."""
+        """``strides``, in elements, are those of a contiguous matrix where they are not given."""
         self._make, self._shape, self._block = make, tuple(shape), list(block)
         self._strides = tuple(strides) if strides is not None else (*shape[1:], 1)
         self._known: tuple[type, dict[str, Any]] | None = None

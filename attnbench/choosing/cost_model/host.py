@@ -73,10 +73,10 @@ class HostFloor:
         device = lawful + np.log(shorter)
         host = _log_density(self._times, self.level, _DEVIATION) + np.log(_below(apart / expected)) + self._odds
         self.waited = np.where(self._of_device, 0.0, 1 / (1 + np.exp(np.clip(device - host, -50, 50))))
-        told = (1 - self.waited) * (1 - shorter)
+        censored = (1 - self.waited) * (1 - shorter)
         hidden = self.level - _DEVIATION * np.exp(-above * above / 2) / math.sqrt(2 * math.pi) / shorter
-        known = (self.waited * self._times + told * hidden).sum() + _PRIOR_WEIGHT * (self._times.min() - _BELOW)
-        self.level = min(float(known / (self.waited.sum() + told.sum() + _PRIOR_WEIGHT)), math.log(_LONGEST))
+        known = (self.waited * self._times + censored * hidden).sum() + _PRIOR_WEIGHT * (self._times.min() - _BELOW)
+        self.level = min(float(known / (self.waited.sum() + censored.sum() + _PRIOR_WEIGHT)), math.log(_LONGEST))
 
     def sites(self, means: _Array, variances: _Array, noise: _Array) -> tuple[_Array, _Array]:
         """(times, variances) for the device that replace the measured ones, given what the other specs predict.
@@ -91,9 +91,9 @@ class HostFloor:
         moved = gain * (self._times - means)
         mean, variance = means + heard * moved, variances * (1 - heard * gain) + heard * self.waited * moved**2
         precision = 1 / variance - 1 / variances
-        says = precision > 1 / _SILENT
-        precision = np.where(says, precision, 1 / _SILENT)
-        times: _Array = np.where(says, (mean / variance - means / variances) / precision, self._times)
+        informative = precision > 1 / _SILENT
+        precision = np.where(informative, precision, 1 / _SILENT)
+        times: _Array = np.where(informative, (mean / variance - means / variances) / precision, self._times)
         return times, 1 / precision
 
     @property

@@ -48,7 +48,7 @@ def check_batch(subject: Subject, spec: AttentionSpec, batch: Batch) -> str | No
     )
     if not isolates:
         subject.note(f"{batch} batch", "what is not finite may reach the neighbours of a sequence, as its row says")
-    for said_of, changed, factor in turns:
+    for prefix, changed, factor in turns:
         if math.isnan(factor) and not isolates:
             continue
         given = _scaled(drawn, changed, factor)
@@ -59,10 +59,10 @@ def check_batch(subject: Subject, spec: AttentionSpec, batch: Batch) -> str | No
                 continue
             alone = _alone(given, own)
             parts = {name: _part(own, name, value) for name, value in found.items()}
-            if said := subject.wrong(own.spec, parts, truth_of(subject, own.spec, alone)):
-                return f"{said_of}the sequence of {own.spec.seqlen_q} queries and {own.spec.seqlen_kv} keys: {said}"
-        if not changed and (said := _unused(found, sequences)):
-            return said
+            if problem := subject.wrong(own.spec, parts, truth_of(subject, own.spec, alone)):
+                return f"{prefix}the sequence of {own.spec.seqlen_q} queries and {own.spec.seqlen_kv} keys: {problem}"
+        if not changed and (problem := _unused(found, sequences)):
+            return problem
     return None
 
 

@@ -136,8 +136,8 @@ def check_new_values(subject: Subject, spec: AttentionSpec) -> str | None:
     truth = truth_of(subject, spec, inputs)
     subject.answers(spec, inputs)
     negate(*_all(inputs))
-    said = subject.wrong(spec, undo_negation(subject.answers(spec, inputs)), truth)
-    return None if said is None else f"with all inputs negated in place {said}"
+    problem = subject.wrong(spec, undo_negation(subject.answers(spec, inputs)), truth)
+    return None if problem is None else f"with all inputs negated in place {problem}"
 
 
 def check_results_kept(subject: Subject, spec: AttentionSpec) -> str | None:
@@ -159,13 +159,13 @@ def check_repeated_calls(subject: Subject, spec: AttentionSpec) -> str | None:
     bits = True
     for number in range(2, 2 + _ROUNDS):
         again = _errors(subject, subject.answers(spec, inputs))
-        if said := subject.wrong(spec, again, truth):
-            return f"call {number} on the same inputs: {said}"
+        if problem := subject.wrong(spec, again, truth):
+            return f"call {number} on the same inputs: {problem}"
         bits = bits and all(same_bits(x, again[name]) for name, x in first.items())
     operands = subject.forward.prepare(inputs.qkv, spec)
     for turn in ("first", "second"):
-        if said := subject.wrong(spec, subject.answers_of(operands, inputs.grad_out), truth):
-            return f"the {turn} run on the same operands: {said}"
+        if problem := subject.wrong(spec, subject.answers_of(operands, inputs.grad_out), truth):
+            return f"the {turn} run on the same operands: {problem}"
     subject.note("repeated calls", "the same bits every time" if bits else "not the same bits every time")
     return None
 
@@ -177,7 +177,7 @@ def check_threads(subject: Subject, spec: AttentionSpec) -> str | None:
     negated = inputs_of(spec, subject.device)
     negate(*_all(negated))
     barrier = threading.Barrier(2)
-    said: list[str] = []
+    problems: list[str] = []
 
     def work(mine: Drawn, back: Callable[[dict[TensorName, Tensor]], dict[TensorName, Tensor]]) -> None:
         try:
@@ -185,11 +185,11 @@ def check_threads(subject: Subject, spec: AttentionSpec) -> str | None:
             for _ in range(_ROUNDS):
                 barrier.wait(timeout=60)
                 wrong = subject.wrong(spec, back(subject.answers(spec, mine)), truth)
-                said.extend([wrong] if wrong else [])
+                problems.extend([wrong] if wrong else [])
         except threading.BrokenBarrierError:
             return  # the other thread has said why
         except Exception as error:  # a kernel may raise anything, and a thread's end would go unnoticed
-            said.append(f"{type(error).__name__}: {error}")
+            problems.append(f"{type(error).__name__}: {error}")
             barrier.abort()
 
     threads = [threading.Thread(target=work, args=each) for each in ((inputs, dict), (negated, undo_negation))]
@@ -197,7 +197,7 @@ def check_threads(subject: Subject, spec: AttentionSpec) -> str | None:
         thread.start()
     for thread in threads:
         thread.join()
-    return f"in two threads at once {said[0]}" if said else None
+    return f"in two threads at once {problems[0]}" if problems else None
 
 
 def check_memory(subject: Subject, spec: AttentionSpec) -> str | None:
@@ -255,8 +255,8 @@ def check_autograd(subject: Subject, spec: AttentionSpec) -> str | None:
     names: tuple[TensorName, ...] = ("dq", "dk", "dv")
     for turn in ("", "in a second backward "):
         found = torch.autograd.grad(out, leaves, inputs.grad_out, retain_graph=True)
-        if said := subject.wrong(spec, dict(zip(names, found, strict=True)), truth):
-            return f"through autograd {turn}{said}"
+        if problem := subject.wrong(spec, dict(zip(names, found, strict=True)), truth):
+            return f"through autograd {turn}{problem}"
     for index, name in enumerate(names):
         mine = [x.detach().clone().requires_grad_(each == index) for each, x in enumerate(leaves)]
         execution(Inputs.of(mine))[0].backward(inputs.grad_out)  # type: ignore[no-untyped-call]
@@ -284,8 +284,8 @@ def check_whole(subject: Subject, spec: AttentionSpec) -> str | None:
     for name, x in found.items():
         if (x.shape, x.dtype) != (expected[name].shape, expected[name].dtype):
             return f"whole returns {name} as {x.dtype} {tuple(x.shape)}, run another"
-    said = subject.wrong(spec, found, truth_of(subject, spec, inputs))
-    return None if said is None else f"by whole {said}"
+    problem = subject.wrong(spec, found, truth_of(subject, spec, inputs))
+    return None if problem is None else f"by whole {problem}"
 
 
 def check_stream(subject: Subject, spec: AttentionSpec) -> str | None:
@@ -305,8 +305,8 @@ def check_stream(subject: Subject, spec: AttentionSpec) -> str | None:
         found = subject.answers(spec, late)
         copies = {name: x.clone() for name, x in found.items()}
     torch.cuda.synchronize(subject.device)
-    said = subject.wrong(spec, copies, truth)
-    return None if said is None else f"on a side stream {said}"
+    problem = subject.wrong(spec, copies, truth)
+    return None if problem is None else f"on a side stream {problem}"
 
 
 def check_shared_gpu(subject: Subject, spec: AttentionSpec) -> str | None:
@@ -324,8 +324,8 @@ def check_shared_gpu(subject: Subject, spec: AttentionSpec) -> str | None:
                 for found in queued:
                     if all(same_bits(x, first[name]) for name, x in found.items()):
                         continue
-                    if said := subject.wrong(spec, found, truth):
-                        return f"beside another process on the GPU, in one of {calls} calls, {said}"
+                    if problem := subject.wrong(spec, found, truth):
+                        return f"beside another process on the GPU, in one of {calls} calls, {problem}"
     except NeighbourError as error:
         subject.note("shared GPU", f"not asked: {error}")
         return None
@@ -355,8 +355,8 @@ def check_graph(subject: Subject, spec: AttentionSpec) -> str | None:
     negate(*_all(inputs))
     replay()
     torch.cuda.synchronize(subject.device)
-    said = subject.wrong(spec, undo_negation(kept), truth)
-    return None if said is None else f"in a replay on negated inputs {said}"
+    problem = subject.wrong(spec, undo_negation(kept), truth)
+    return None if problem is None else f"in a replay on negated inputs {problem}"
 
 
 def _all(inputs: Drawn) -> list[Tensor]:

@@ -90,10 +90,10 @@ def check_declared_error(subject: Subject, spec: AttentionSpec) -> str | None:
     if worst is None:
         return None
     error, allowed = errors[worst], subject.declared(spec)
-    said = f"{worst} of {spec.dtype} tensors is off by {error:.2g}, {allowed:.2g} declared"
+    message = f"{worst} of {spec.dtype} tensors is off by {error:.2g}, {allowed:.2g} declared"
     if not error <= allowed:
-        return said
-    subject.note("declared error", said + (": declare less" if allowed > _LOOSE * max(error, _OF_TRUTH) else ""))
+        return message
+    subject.note("declared error", message + (": declare less" if allowed > _LOOSE * max(error, _OF_TRUTH) else ""))
     return None
 
 
@@ -110,16 +110,16 @@ def check_lse(subject: Subject, spec: AttentionSpec) -> str | None:
     if "lse" not in found:
         return None
     truth = truth_of(subject, spec, inputs)
-    said = subject.wrong(spec, {"lse": found["lse"]}, truth)
-    if said is None:
+    problem = subject.wrong(spec, {"lse": found["lse"]}, truth)
+    if problem is None:
         return None
     exact, lse = exact_of(truth, "lse"), found["lse"]
     empty = exact == -torch.inf
     if bool((lse[empty] != -torch.inf).any()):
         return f"lse is {float(lse[empty][0]):g}, not -inf, in a row that sees no key"
     if subject.wrong(spec, {"lse": lse * _NATS_PER_BIT}, truth) is None:
-        return f"{said}; it is a logarithm to base 2, where a natural one is wanted"
-    return said
+        return f"{problem}; it is a logarithm to base 2, where a natural one is wanted"
+    return problem
 
 
 def check_alignment(subject: Subject, spec: AttentionSpec) -> str | None:
@@ -152,13 +152,13 @@ def _instead(
     """What is wrong, and which other mask the answer fits, if one of these."""
     inputs = inputs_of(spec, subject.device)
     found = subject.answers(spec, inputs)
-    said = subject.wrong(spec, found, truth_of(subject, spec, inputs))
-    if said is None:
+    problem = subject.wrong(spec, found, truth_of(subject, spec, inputs))
+    if problem is None:
         return None
     for other in others:
         if other != spec and subject.wrong(other, found, truth_of(subject, other, inputs)) is None:
-            return f"{said}; the answer is that of the mask {other.mask}"
-    return said
+            return f"{problem}; the answer is that of the mask {other.mask}"
+    return problem
 
 
 def check_grouping(subject: Subject, spec: AttentionSpec) -> str | None:
@@ -166,14 +166,14 @@ def check_grouping(subject: Subject, spec: AttentionSpec) -> str | None:
     inputs = inputs_of(spec, subject.device)
     truth = truth_of(subject, spec, inputs)
     found = subject.answers(spec, inputs)
-    if said := subject.wrong(spec, found, truth):
+    if problem := subject.wrong(spec, found, truth):
         order = torch.arange(spec.heads, device=subject.device).view(spec.kv_heads, spec.group).mT.flatten()
         # Heads dealt out in turns: the answer for queries in their own order is that of h % kv_heads.
         dealt = replace(inputs, q=inputs.q[:, order], grad_out=_heads_of(inputs.grad_out, order))
         per_query = {name: x[:, order] if name in ("out", "lse", "dq") else x for name, x in found.items()}
         if subject.wrong(spec, per_query, truth_of(subject, spec, dealt)) is None:
-            return f"{said}; query head h read key head h % {spec.kv_heads}, not h // {spec.group}"
-        return said
+            return f"{problem}; query head h read key head h % {spec.kv_heads}, not h // {spec.group}"
+        return problem
     # Key heads in the reverse order, and each group of query heads with its own.
     keys = torch.arange(spec.kv_heads, device=subject.device).flip(0)
     queries = (keys[:, None] * spec.group + torch.arange(spec.group, device=subject.device)).flatten()
@@ -181,8 +181,8 @@ def check_grouping(subject: Subject, spec: AttentionSpec) -> str | None:
     turned = replace(inputs, q=q, k=k, v=v, grad_out=_heads_of(inputs.grad_out, queries))
     answer = subject.answers(spec, turned)
     back = {name: x[:, keys if name in ("dk", "dv") else queries] for name, x in answer.items()}
-    said = subject.wrong(spec, back, truth)
-    return None if said is None else f"with key heads in another order {said}"
+    problem = subject.wrong(spec, back, truth)
+    return None if problem is None else f"with key heads in another order {problem}"
 
 
 def _heads_of(x: Tensor | None, heads: Tensor) -> Tensor | None:
@@ -196,25 +196,25 @@ def check_descales(subject: Subject, spec: AttentionSpec) -> str | None:
     # A descale for each query head is what ``attention`` admits; a kernel that shares them must say so.
     given = _draw(spec, generator, subject.device, shared=False)
     try:
-        said = _descale_fault(subject, spec, given)
+        problem = _descale_fault(subject, spec, given)
     except InputError as error:
         subject.note("descales", f"q's descale is one for each key head: {error}")
         given = _draw(spec, generator, subject.device, shared=True)
-        said = _descale_fault(subject, spec, given)
-    if said is not None:
-        return said
+        problem = _descale_fault(subject, spec, given)
+    if problem is not None:
+        return problem
     before = [(x.data.clone(), x.descale.clone()) for x in given]
     subject.forward.run(subject.forward.prepare(Inputs.of(given), spec))
     for name, x, (data, descale) in zip("qkv", given, before, strict=True):
         if not (same_bits(x.data, data) and same_bits(x.descale, descale)):
             return f"{name} or its descale changed during the call"
     views = [replace(x, data=x.data.transpose(1, 2).contiguous().transpose(1, 2)) for x in given]
-    if said := _descale_fault(subject, spec, (views[0], views[1], views[2])):
-        return f"with FP8 views of (B, S, H, D) memory {said}"
+    if problem := _descale_fault(subject, spec, (views[0], views[1], views[2])):
+        return f"with FP8 views of (B, S, H, D) memory {problem}"
     for index, name in enumerate("qkv"):
         doubled = [replace(x, descale=2 * x.descale) if index == each else x for each, x in enumerate(given)]
-        if said := _descale_fault(subject, spec, (doubled[0], doubled[1], doubled[2])):
-            return f"with {name}_descale doubled {said}"
+        if problem := _descale_fault(subject, spec, (doubled[0], doubled[1], doubled[2])):
+            return f"with {name}_descale doubled {problem}"
     return None
 
 
@@ -227,14 +227,14 @@ def _descale_fault(subject: Subject, spec: AttentionSpec, given: _Triple) -> str
     if result.lse is not None:
         found["lse"] = result.lse
     values = {name: found[name] for name in subject.tensors if name in found}
-    said = _fault_beside_exact(subject, spec, values, given)
-    if said is None:
+    problem = _fault_beside_exact(subject, spec, values, given)
+    if problem is None:
         return None
     for index, name in enumerate("qkv"):
         unit = [replace(x, descale=torch.ones_like(x.descale)) if index == each else x for each, x in enumerate(given)]
         if _fault_beside_exact(subject, spec, values, (unit[0], unit[1], unit[2])) is None:
-            return f"{said}; the answer is that of {name}_descale = 1"
-    return said
+            return f"{problem}; the answer is that of {name}_descale = 1"
+    return problem
 
 
 def _fault_beside_exact(subject: Subject, spec: AttentionSpec, values: Values, given: _Triple) -> str | None:
@@ -284,13 +284,13 @@ def check_strides(subject: Subject, spec: AttentionSpec) -> str | None:
             v=view(inputs.v),
             grad_out=None if inputs.grad_out is None else view(inputs.grad_out),
         )
-        if said := subject.wrong(spec, subject.answers(spec, viewed), exact):
-            return f"with {layout} {said}"
+        if problem := subject.wrong(spec, subject.answers(spec, viewed), exact):
+            return f"with {layout} {problem}"
     k, v = (x[:1].expand(spec.batch, -1, -1, -1) for x in (inputs.k, inputs.v))
     ones = None if inputs.grad_out is None else inputs.grad_out.new_ones(()).expand(inputs.grad_out.shape)
     expanded = replace(inputs, k=k, v=v, grad_out=ones)
-    said = subject.wrong(spec, subject.answers(spec, expanded), truth_of(subject, spec, expanded))
-    return None if said is None else f"with K, V and the gradient expanded (strides of 0) {said}"
+    problem = subject.wrong(spec, subject.answers(spec, expanded), truth_of(subject, spec, expanded))
+    return None if problem is None else f"with K, V and the gradient expanded (strides of 0) {problem}"
 
 
 def _offset(x: Tensor) -> Tensor:

@@ -42,33 +42,33 @@ def run_check(subject: Subject, check: Check, known: set[str], alone: set[str], 
     if not specs:
         return skipped(_why_no_spec(subject, check))
     for spec in specs:
-        said = _fault(check, subject, spec)
-        if said is None:
+        problem = _fault(check, subject, spec)
+        if problem is None:
             continue
-        if said.startswith(LOST):
-            return Finding(plan, check.name, "failed", said, spec, check.look)
-        if said.startswith(_RAISED) and "runs" in failed:
+        if problem.startswith(LOST):
+            return Finding(plan, check.name, "failed", problem, spec, check.look)
+        if problem.startswith(_RAISED) and "runs" in failed:
             return skipped(BECAUSE + "runs")
 
-        small, said = (spec, said) if check.specs else _smallest(check, subject, spec, said)
-        return Finding(plan, check.name, "failed", said, small, check.look)
+        small, problem = (spec, problem) if check.specs else _smallest(check, subject, spec, problem)
+        return Finding(plan, check.name, "failed", problem, small, check.look)
     notes = "; ".join(subject.notes.get(check.name, []))
     return Finding(plan, check.name, "passed", f"{len(specs)} specs" + (f"; {notes}" if notes else ""))
 
 
-def _smallest(check: Check, subject: Subject, spec: AttentionSpec, said: str) -> tuple[AttentionSpec, str]:
+def _smallest(check: Check, subject: Subject, spec: AttentionSpec, problem: str) -> tuple[AttentionSpec, str]:
     """A small spec that still fails, and what is wrong on it."""
 
     def fails(smaller: AttentionSpec) -> bool:
-        nonlocal said
+        nonlocal problem
         # A spec that lost the GPU is reported as it is, because no other can run in this process.
-        if said.startswith(LOST) or (check.name != "refusals" and subject.refusals(smaller)):
+        if problem.startswith(LOST) or (check.name != "refusals" and subject.refusals(smaller)):
             return False
         found = _fault(check, subject, smaller)
-        said = found or said
+        problem = found or problem
         return found is not None
 
-    return shrunk(spec, fails), said
+    return shrunk(spec, fails), problem
 
 
 def applies(subject: Subject, check: Check) -> bool:
@@ -121,13 +121,13 @@ def _why_no_spec(subject: Subject, check: Check) -> str:
 
 def _fault(check: Check, subject: Subject, spec: AttentionSpec) -> str | None:
     """What is wrong on a spec, including an exception; None if nothing is."""
-    said = None
+    problem = None
     try:
-        said = check.wrong(subject, spec)
+        problem = check.wrong(subject, spec)
     except Exception as error:  # whatever a kernel raises is a finding
-        said = f"{_RAISED}{_first_line(error)}"
+        problem = f"{_RAISED}{_first_line(error)}"
     gone = None if check.name == "CUDA graph" else _device_error(subject.device)
-    return said if gone is None else LOST + gone
+    return problem if gone is None else LOST + gone
 
 
 def _device_error(device: torch.device) -> str | None:

@@ -19,18 +19,18 @@ _LONGEST = 400  # characters of one sentence: libraries put whole traces into th
 
 @dataclass(frozen=True)
 class Finding:
-    """A check's result for a plan: ``said`` with numbers, ``spec`` the smallest failing one."""
+    """A check's result for a plan: ``detail`` with numbers, ``spec`` the smallest failing one."""
 
     plan: str
     check: str
     outcome: Outcome
-    said: str
+    detail: str
     spec: AttentionSpec | None = None
     look: str = ""
 
     def __str__(self) -> str:
         outcome = self.outcome.upper() if self.outcome == "failed" else self.outcome
-        lines = [f"  {outcome:8} {self.check:15} {_one_line(self.said)}"]
+        lines = [f"  {outcome:8} {self.check:15} {_one_line(self.detail)}"]
         lines += [f"  {'':8} {'smallest spec':15} {self.spec}"] if self.spec is not None else []
         lines += [f"  {'':8} {'look at':15} {self.look}"] if self.look else []
         return "\n".join(lines)
@@ -91,11 +91,11 @@ class Report:
         for plan, findings in self._by_plan():
             lines += ["", f"## `{plan}`", "", "| check | outcome | found |", "|---|---|---|"]
             for each in findings:
-                said = [_cell(each.said)]
-                said += [f"smallest spec: `{each.spec}`"] if each.spec is not None else []
-                said += [f"look at: {_cell(each.look)}"] if each.look else []
+                details = [_cell(each.detail)]
+                details += [f"smallest spec: `{each.spec}`"] if each.spec is not None else []
+                details += [f"look at: {_cell(each.look)}"] if each.look else []
                 outcome = f"**{each.outcome}**" if each.outcome == "failed" else each.outcome
-                lines.append(f"| {each.check} | {outcome} | {'<br>'.join(said)} |")
+                lines.append(f"| {each.check} | {outcome} | {'<br>'.join(details)} |")
         return "\n".join(lines) + "\n"
 
     def _by_plan(self) -> Iterator[tuple[str, list[Finding]]]:

@@ -39,8 +39,8 @@ def check_sinks(subject: Subject, spec: AttentionSpec) -> str | None:
     exact, own = _answers(forward, backward, whole.replace(dtype="fp64"), wide, sinks)
     truth = truth_of(subject, spec, drawn)
     values = {name: exact[name].reshape(x.shape) for name, x in truth.values.items()}
-    if said := subject.wrong(spec, found, replace(truth, values=values)):
-        return said
+    if problem := subject.wrong(spec, found, replace(truth, values=values)):
+        return problem
     if gradient is None or own is None:
         return None
     off = float(torch.linalg.vector_norm(gradient.double() - own))

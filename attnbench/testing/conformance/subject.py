@@ -147,10 +147,10 @@ class Subject:
         """The error that the plan declares for a spec here."""
         return self.registry.declared_error(self.plan, spec, self.facts)
 
-    def note(self, check: str, said: str) -> None:
+    def note(self, check: str, text: str) -> None:
         """Something worth saying of a check that passes."""
-        if said not in self.notes.setdefault(check, []):
-            self.notes[check].append(said)
+        if text not in self.notes.setdefault(check, []):
+            self.notes[check].append(text)
 
     def refusals(self, spec: AttentionSpec) -> list[str]:
         """Why the plan cannot serve the spec here."""

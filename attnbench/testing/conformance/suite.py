@@ -127,9 +127,9 @@ def _findings(subjects: Sequence[Subject], backend: Backend) -> Iterator[Finding
                 finding = run_check(subject, check, known, alone, FEW if few else check.count)
                 if finding is None:
                     continue
-                if finding.said.startswith(LOST):
+                if finding.detail.startswith(LOST):
                     lost = f"{plan}, {check.name}"
-                if finding.outcome == "failed" or finding.said.startswith(BECAUSE):
+                if finding.outcome == "failed" or finding.detail.startswith(BECAUSE):
                     known.add(check.name)
                     subject.broken |= {*check.features, *(("lse",) if check.name == "LSE" else ())}
                 yield finding

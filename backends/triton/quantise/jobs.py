@@ -1,4 +1,4 @@
-"""What a launch of the quantise kernels is told of each tensor: its memory and its numbers."""
+"""What a launch of the quantise kernels is given of each tensor: its memory and its numbers."""
 
 from __future__ import annotations
 

@@ -194,8 +194,8 @@ def layout_of(
     orders = tuple(outline.interleaved for outline in outlines)
     sizes, grid = _numbered(second)
     in_turns = len({size.programs for size in second}) == 1
-    told = granularity, LARGEST[recipe.format], tiles.rows, tiles.rows_flipped, orders, in_turns
-    launches: tuple[Launch, ...] = (Launch(cast, grid, (sizes, dims, *told), {"num_warps": tiles.warps}),)
+    arguments = granularity, LARGEST[recipe.format], tiles.rows, tiles.rows_flipped, orders, in_turns
+    launches: tuple[Launch, ...] = (Launch(cast, grid, (sizes, dims, *arguments), {"num_warps": tiles.warps}),)
     if granularity in ("tensor", "head"):
         sizes, grid = _numbered(first)
         magnitudes = Launch(largest_magnitudes, grid, (sizes, dims, tiles.first_rows), {"num_warps": tiles.first_warps})

@@ -64,7 +64,7 @@ def test_each_planted_fault_is_reported_by_its_check(name: str) -> None:
     report = examine(name)
     assert [each.check for each in report.failures] == [expected], str(report)
     (failure,) = report.failures
-    assert message in failure.said
+    assert message in failure.detail
     assert failure.look
     assert not report.ok
 
@@ -130,7 +130,7 @@ def test_errors_of_hoppers_accumulator_grow_unless_it_is_promoted(
 def test_errors_of_sums_over_queries_grow_with_their_number() -> None:
     (failure,) = check(Forward(), ShortAccumulator()).failures
     assert failure.plan == "mine:fp64>mine:fp64"
-    assert failure.said.startswith("dv of 2048 tokens is off by 0.03")
+    assert failure.detail.startswith("dv of 2048 tokens is off by 0.03")
 
 
 @pytest.mark.usefixtures("growth_alone")
@@ -139,7 +139,7 @@ def test_a_kernel_without_declared_error_growth_is_not_checked_with_many_keys() 
         name = "mine:fp8"
 
     (found,) = check(WithoutGrowth()).findings
-    assert (found.outcome, found.said) == ("skipped", "the plan declares no error_growth")
+    assert (found.outcome, found.detail) == ("skipped", "the plan declares no error_growth")
 
 
 def test_a_backward_may_serve_fewer_specs_than_its_forward() -> None:
@@ -170,11 +170,11 @@ def test_a_kernel_that_loses_the_gpu_is_reported_with_its_spec_and_ends_the_run(
     monkeypatch.setattr(one_check, "_device_error", lambda device: reason if len(ran) >= after else None)
     report = check(LosesGpu())
     (failure,) = report.failures
-    assert failure.said.endswith(reason)
+    assert failure.detail.endswith(reason)
     assert failure.spec == ran[-1]
     later = report.findings[report.findings.index(failure) + 1 :]
     assert later
-    assert all(each.outcome == "skipped" and failure.check in each.said for each in later)
+    assert all(each.outcome == "skipped" and failure.check in each.detail for each in later)
 
 
 def test_findings_are_printed_as_they_arrive(

@@ -123,4 +123,4 @@ def test_undeclared_error_growth_is_found(plan: str, found: str, monkeypatch: py
     monkeypatch.setattr(suite, "CHECKS", tuple(each for each in CHECKS if each.name == "growth"))
     for kernel in kernels:
         monkeypatch.setattr(kernel, "error_growth", 1.0)
-    assert check_backend(plan, "cuda").failures[0].said.startswith(found)
+    assert check_backend(plan, "cuda").failures[0].detail.startswith(found)

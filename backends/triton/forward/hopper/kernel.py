@@ -30,11 +30,11 @@ from .order import (
     bounds,
     end,
     following,
-    is_told,
+    has_tile,
+    publish_tile,
+    read_tile,
     span_of_keys,
-    tell,
     tile_at,
-    told,
 )
 from .products import add_products, start_scores, store
 from .scales import at_least, cast_rows, number, set_number, unit_of
@@ -73,15 +73,15 @@ def _load(
     height: gl.constexpr = given.v.block_type.shape[0]
     slot, phase, q_copy, q_phase = 0, 1, 0, 1
     q_copies: gl.constexpr = given.queries.shape[0] // (CONSUMERS * chunks)
-    told_slot, told_phase = 0, 1
+    tile_slot, tile_phase = 0, 1
     blocks_of_head = blocks_of(given.seqlen_q, tiles, block_m)
     total = given.programs * blocks_of_head
     order = Order(tiles, blocks_of_head, given.programs, given.section, given.seqlen_q, given.seqlen_kv, given.heads)
     place = gl.program_id(0)
     while place < total:
         tile = tile_at(place, order, block_m, right)
-        tell(given.board, told_slot, told_phase, 1, tile)
-        told_slot, told_phase = after(told_slot, told_phase, TILES_AHEAD)
+        publish_tile(given.board, tile_slot, tile_phase, 1, tile)
+        tile_slot, tile_phase = after(tile_slot, tile_phase, TILES_AHEAD)
         lowest, highest = bounds(given.low, given.high, tile.queries, tile.keys, aligned)
         span = span_of_keys(tile.top, tile.queries, tile.keys, lowest, highest, block_m, block_n, left, right)
         kv_head = tile.head // given.group
@@ -138,7 +138,7 @@ def _load(
                 tma.async_copy_global_to_shared(given.v, at, full, given.value_blocks.index(slot * chunks_v + chunk))
             slot, phase = after(slot, phase, stages)
         place = following(place, tiles)
-    tell(given.board, told_slot, told_phase, 0, Tile(0, 0, 0, 0, 0, 0, 0, 0))
+    publish_tile(given.board, tile_slot, tile_phase, 0, Tile(0, 0, 0, 0, 0, 0, 0, 0))
     end(tiles)
 
 
@@ -159,8 +159,8 @@ def _attend(
     ahead: gl.constexpr = copies > 1
     slot, phase, turn_phase = 0, 0, 1 if which == 0 else 0
     copy, copy_phase = 0, 0
-    told_slot, told_phase = 0, 0
-    more = is_told(given.board, told_slot, told_phase)
+    tile_slot, tile_phase = 0, 0
+    more = has_tile(given.board, tile_slot, tile_phase)
     if ahead:
         scores = gl.zeros([ROWS, block_n], gl.float32, s_layout)
         if more:
@@ -171,7 +171,7 @@ def _attend(
             _pass_turn(given.turn, which, turns)
             scores = warpgroup_mma_wait(0, [coming])
     while more:
-        here = told(given.board, told_slot)
+        here = read_tile(given.board, tile_slot)
         batch = here.batch.to(gl.int64)
         lowest, highest = bounds(given.low, given.high, here.queries, here.keys, aligned)
         first, whole, parted, blocks = span_of_keys(
@@ -258,12 +258,12 @@ def _attend(
         turn_phase = _await_turn(given.turn, turn_phase, which, turns)
         mbarrier.wait(given.v_filled.index(slot), phase)
         sums = add_products(sums, p, decay, given.value_blocks, slot, part, parts, chunks_v, o_layout)
-        its_tile = told_slot
-        told_slot, told_phase = after(told_slot, told_phase, TILES_AHEAD)
+        its_tile = tile_slot
+        tile_slot, tile_phase = after(tile_slot, tile_phase, TILES_AHEAD)
         next_slot, next_phase = after(slot, phase, stages)
         next_copy, next_copy_phase = after(copy, copy_phase, copies)
         if ahead:
-            more = is_told(given.board, told_slot, told_phase)
+            more = has_tile(given.board, tile_slot, tile_phase)
             # after the last tile the last scores are computed again, and nothing reads them
             its_copy = gl.where(more, next_copy, copy) * CONSUMERS + which
             mbarrier.wait(given.q_filled.index(its_copy), gl.where(more, next_copy_phase, copy_phase))
@@ -275,7 +275,7 @@ def _attend(
         slot, phase, copy, copy_phase = next_slot, next_phase, next_copy, next_copy_phase
 
         # Read again, because registers are few.
-        here = told(given.board, its_tile)
+        here = read_tile(given.board, its_tile)
         mbarrier.arrive(given.board.read.index(its_tile), count=1)
         query = here.top + row
         total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, s_layout))
@@ -290,7 +290,7 @@ def _attend(
         if ahead:
             scores = warpgroup_mma_wait(0, [coming])
         else:
-            more = is_told(given.board, told_slot, told_phase)
+            more = has_tile(given.board, tile_slot, tile_phase)
 
 
 @gluon.jit

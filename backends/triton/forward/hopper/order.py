@@ -22,15 +22,15 @@ __all__ = [
     "bounds",
     "end",
     "following",
-    "is_told",
+    "has_tile",
+    "publish_tile",
+    "read_tile",
     "span_of_keys",
-    "tell",
     "tile_at",
-    "told",
 ]
 
-TILES_AHEAD = gl.constexpr(3)  # of which the loading warp may have told
-_TOLD = gl.constexpr(8)  # numbers of a tile: whether there is one, and all but V's slot
+TILES_AHEAD = gl.constexpr(3)  # of which the loading warp may have published
+_NUMBERS = gl.constexpr(8)  # numbers of a tile: whether there is one, and all but V's slot
 _ROW = gl.constexpr(ROW.value)
 _DRAWN, _ENDED = gl.constexpr(DRAWN.value), gl.constexpr(ENDED.value)
 
@@ -40,8 +40,8 @@ Order = namedtuple("Order", "tiles blocks programs section seqlen_q seqlen_kv he
 Tile = namedtuple("Tile", "batch head top q_start queries k_start keys v_start")
 # Where a tile's keys start, from where to where all its queries see all keys, how many blocks of keys there are.
 Span = namedtuple("Span", "first whole parted blocks")
-# Shared memory in which the loading warp tells of tiles: their numbers, barriers of told and of read.
-Board = namedtuple("Board", "numbers told read")
+# Shared memory in which the loading warp publishes tiles: their numbers, barriers of published and of read.
+Board = namedtuple("Board", "numbers published read")
 
 
 @gluon.jit
@@ -101,26 +101,26 @@ def end(tiles):
 
 @gluon.jit
 def board_for(readers: gl.constexpr):
-    """Shared memory in which the loading warp tells so many others of tiles: numbers, barriers of told and of read."""
+    """The ``Board`` on which the loading warp publishes tiles to so many readers."""
     one: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
-    numbers = gl.allocate_shared_memory(gl.int32, [TILES_AHEAD * _TOLD, 1], one)
-    told = gl.allocate_shared_memory(gl.int64, [TILES_AHEAD, 1], mbarrier.MBarrierLayout())
+    numbers = gl.allocate_shared_memory(gl.int32, [TILES_AHEAD * _NUMBERS, 1], one)
+    published = gl.allocate_shared_memory(gl.int64, [TILES_AHEAD, 1], mbarrier.MBarrierLayout())
     read = gl.allocate_shared_memory(gl.int64, [TILES_AHEAD, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(TILES_AHEAD):
-        mbarrier.init(told.index(i), count=1)
+        mbarrier.init(published.index(i), count=1)
         mbarrier.init(read.index(i), count=readers)
-    return Board(numbers, told, read)
+    return Board(numbers, published, read)
 
 
 @gluon.jit
-def tell(board, slot, phase, there, tile):
-    """The loading warp tells the others of its next tile, or that there is none."""
+def publish_tile(board, slot, phase, there, tile):
+    """The loading warp publishes its next tile, or that there is none."""
     mbarrier.wait(board.read.index(slot), phase)
-    _set(board.numbers.index(slot * _TOLD), there)
-    for i in gl.static_range(_TOLD - 1):
-        _set(board.numbers.index(slot * _TOLD + 1 + i), tile[i])
+    _set(board.numbers.index(slot * _NUMBERS), there)
+    for i in gl.static_range(_NUMBERS - 1):
+        _set(board.numbers.index(slot * _NUMBERS + 1 + i), tile[i])
     fence_async_shared()
-    mbarrier.arrive(board.told.index(slot), count=1)
+    mbarrier.arrive(board.published.index(slot), count=1)
 
 
 @gluon.jit
@@ -129,23 +129,23 @@ def _set(place, x):
 
 
 @gluon.jit
-def is_told(board, slot, phase):
+def has_tile(board, slot, phase):
     """Whether there is another tile."""
-    mbarrier.wait(board.told.index(slot), phase)
+    mbarrier.wait(board.published.index(slot), phase)
     return _number(board, slot, 0) == 1
 
 
 @gluon.jit
 def _number(board, slot, which: gl.constexpr):
     """For four warps."""
-    return gl.max(board.numbers.index(slot * _TOLD + which).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    return gl.max(board.numbers.index(slot * _NUMBERS + which).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
-def told(board, slot):
-    """The ``Tile`` that ``is_told`` spoke of, without V's slot."""
+def read_tile(board, slot):
+    """The ``Tile`` that ``has_tile`` waited for, without V's slot."""
     found = ()
-    for i in gl.static_range(_TOLD - 1):
+    for i in gl.static_range(_NUMBERS - 1):
         found = found + (_number(board, slot, 1 + i),)  # noqa: RUF005
     return Tile(*found, 0)  # type: ignore[call-arg]
 
