@@ -41,7 +41,6 @@ _LARGEST_SPREAD = 0.3  # an entry that scatters by more counts for next to nothi
 _SHORTEST = 1e-6  # ms
 _PRIOR_WEIGHT = 2.0  # how many residuals the expectation that the deviations above are right counts for
 _ROUNDS, _STEP = 8, 0.6  # of telling host from device; a full step may swing between two answers
-_ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 _MASKS = {"none": 0, "causal": 1, "window": 2}
 _BATCHES = (None, *BATCHES)
 _TILE, _BLOCKS = 128, 128  # queries that a block of threads processes at once, and blocks that fill a data centre's GPU
@@ -72,7 +71,7 @@ class Fit:
         self._parts = np.array([_parts(spec) for spec in specs])
         self._places = np.array([_place(spec) for spec in specs])
         covariances = _covariances(self._places, self._places)
-        sites = times, noise / np.maximum(1 - self._host.waited, 1e-2)
+        sites = times, noise
         means, variances = self._left_out(times, covariances, *sites)
         for _ in range(_ROUNDS):
             self._host.weigh(means, variances, noise)
@@ -157,7 +156,7 @@ class Fit:
         variance -= float(near @ self._inverse @ near)
         (law,), (undecided,) = self._by_law(parts)
         deviation = math.sqrt(max(0.0, variance) + float(undecided) + _REPEATED**2)
-        return float(law) + min(float(near @ self._weights), 50.0), deviation
+        return float(law) + float(near @ self._weights), deviation
 
 
 def calibration(scores: Iterable[tuple[float, float]]) -> float:
@@ -178,8 +177,9 @@ def _towards(before: tuple[_Array, _Array], after: tuple[_Array, _Array]) -> tup
 
 
 def _parts(spec: AttentionSpec) -> tuple[float, float, float]:
-    """The terms of the law: 1 for the launch, gigabytes read and written, tera-operations.
+    """The terms of the law: 1 for the launch, 1e9 elements read and written, tera-operations.
 
+    How many bytes an element has and how often a backward reads it are the same in all of a fit, in its coefficient.
     With fewer blocks of queries than a GPU runs at once, operations count more, for the part that is idle; kernels that
     split the keys of a block are faster, which the residuals learn.  Sequences of unequal length count as those of one
     length with as much work.
@@ -187,9 +187,8 @@ def _parts(spec: AttentionSpec) -> tuple[float, float, float]:
     spec = of_one_length(spec)
     per_head = spec.head_dim + spec.head_dim_v
     elements = spec.batch * (spec.heads * spec.seqlen_q + spec.kv_heads * spec.seqlen_kv) * per_head
-    passes = 3 if spec.training else 1  # a backward reads all of it again, and writes as much
     busy = min(1.0, spec.batch * spec.heads * math.ceil(spec.seqlen_q / _TILE) / _BLOCKS)
-    return 1.0, elements * _ELEMENT_BYTES.get(spec.dtype, 1) * passes / 1e9, spec.flops / 1e12 / busy
+    return 1.0, elements / 1e9, spec.flops / 1e12 / busy
 
 
 def _place(spec: AttentionSpec) -> tuple[float, ...]:
@@ -240,10 +239,8 @@ def _non_negative(columns: _Array, weights: _Array) -> tuple[_Array, _Array]:
         for chosen in combinations(range(columns.shape[1]), count):
             part = columns[:, chosen]
             scale = np.abs(part).max(axis=0)
-            if not scale.all():
-                continue
             fitted = np.linalg.lstsq(part / scale, target, rcond=None)[0] / scale
-            if (fitted >= 0).all() and fitted.any():
+            if (fitted >= 0).all():
                 law = np.zeros(columns.shape[1])
                 law[list(chosen)] = fitted
                 laws.append(law)

@@ -53,30 +53,25 @@ class HostFloor:
         waiting, steady = (_log_density(scatter, math.log(median), width) for median, width in (_WAITING, _STEADY))
         self._odds = np.nan_to_num(waiting - steady)
         self.level = min(float(times.min()), math.log(_LONGEST))
-        near = _below((self.level + 3 * _DEVIATION - times) / _DEVIATION)
-        self.waited: _Array = np.where(of_device, 0.0, near / (1 + np.exp(-self._odds)))
 
     def weigh(self, means: _Array, variances: _Array, noise: _Array) -> None:
         """One EM step: update ``waited`` and ``level`` from the other specs' predictions of the device times
         (logarithms).
 
-        A call that did not wait only shows that the host was shorter.
+        Calls that did not wait leave the level as it is: they only show that the host was shorter.
         """
         import numpy as np
 
         apart, expected = self._times - means, np.sqrt(variances + noise)
-        above = (self._times - self.level) / _DEVIATION
-        shorter = _below(above)
+        shorter = _below((self._times - self.level) / _DEVIATION)
         lawful = np.logaddexp(
             _log_density(apart, 0.0, expected), math.log(_STRANGE) + _log_density(apart, 0, _ANYWHERE)
         )
         device = lawful + np.log(shorter)
         host = _log_density(self._times, self.level, _DEVIATION) + np.log(_below(apart / expected)) + self._odds
-        self.waited = np.where(self._of_device, 0.0, 1 / (1 + np.exp(np.clip(device - host, -50, 50))))
-        censored = (1 - self.waited) * (1 - shorter)
-        hidden = self.level - _DEVIATION * np.exp(-above * above / 2) / math.sqrt(2 * math.pi) / shorter
-        known = (self.waited * self._times + censored * hidden).sum() + _PRIOR_WEIGHT * (self._times.min() - _BELOW)
-        self.level = min(float(known / (self.waited.sum() + censored.sum() + _PRIOR_WEIGHT)), math.log(_LONGEST))
+        self.waited: _Array = np.where(self._of_device, 0.0, 1 / (1 + np.exp(np.clip(device - host, -50, 50))))
+        known = (self.waited * self._times).sum() + _PRIOR_WEIGHT * (self._times.min() - _BELOW)
+        self.level = min(float(known / (self.waited.sum() + _PRIOR_WEIGHT)), math.log(_LONGEST))
 
     def sites(self, means: _Array, variances: _Array, noise: _Array) -> tuple[_Array, _Array]:
         """(times, variances) for the device that replace the measured ones, given what the other specs predict.

@@ -128,13 +128,13 @@ def _doublings(spec: AttentionSpec) -> tuple[int, ...]:
 
 
 def _nearest(entries: list[Entry], alike: SpecClass, doublings: tuple[int, ...]) -> list[Entry]:
-    """The entries of the class first, then those that only pack or pad otherwise, then the nearest others; the same
-    for every spec of these doublings.
+    """The entries of the class first, however they pack or pad, then the nearest others; the same for every spec of
+    these doublings.
     """
 
-    def order(entry: Entry) -> tuple[bool, bool, float, str]:
-        own = class_of(entry.spec)
+    def order(entry: Entry) -> tuple[bool, float, str]:
+        own = class_of(entry.spec)._replace(batch=alike.batch)
         apart = sum(abs(math.log2(size) - middle) for size, middle in zip(sizes(entry.spec), doublings, strict=True))
-        return own != alike, own._replace(batch=alike.batch) != alike, apart, str(entry.spec)
+        return own != alike, apart, str(entry.spec)
 
     return sorted(entries, key=order)[:_MOST_ENTRIES]
