@@ -1,6 +1,8 @@
 """Fresh regret: choices by one table, compared with later measurements of other or the same shapes."""
 
 import json
+import math
+import random
 from dataclasses import replace
 from functools import partial
 
@@ -10,7 +12,8 @@ from fakes import FakeForward, an_environment, fake_backend, fake_registry
 from formula_tables import FORMULAS, KNOWN, MASKS, formula_table, spec
 
 from attnbench import Plan
-from attnbench.choosing.fresh_regret import contenders, fresh_scores, summary_of
+from attnbench.choosing.fresh_regret import FreshScore, FreshSummary, contenders, fresh_scores, summary_of
+from attnbench.choosing.regret import Asked
 from attnbench.kernels.capabilities import Device
 from attnbench.tables.table import Entry, Table
 from attnbench.tables.user_table import Known
@@ -51,7 +54,8 @@ def test_contenders_include_the_choices_and_exclude_plans_that_are_surely_slower
         fake_backend("slow", FakeForward("slow:bf16"), FakeForward("slow:fp8")),
         fake_backend("new", FakeForward("new:bf16")),
     )
-    laws = FORMULAS | {"slow:bf16": (0.1, 9.0, 0.002), "slow:fp8": (0.1, 9.0, 0.06)}
+    # FP8 is so fast that by it no other plan could win.
+    laws = FORMULAS | {"slow:bf16": (0.1, 9.0, 0.002), "slow:fp8": (0.1, 9.0, 0.06), "far:fp8": (0.1, 0.5, 0.06)}
     tables = Known.of(formula_table(laws))
     new = Plan.parse("new:bf16")
     plans = [near, far, slow, new, Plan.parse("far:fp8"), Plan.parse("slow:fp8")]
@@ -64,6 +68,64 @@ def test_contenders_include_the_choices_and_exclude_plans_that_are_surely_slower
         assert {near, far, new} <= found.keys()  # of the new one nothing is known
         required = {plan for plan, wanted in found.items() if wanted}
         assert required == {each.plan for each in fresh_scores(truth(laws), tables, known) if each.spec == at}
+
+
+def test_a_plan_whose_prediction_is_uncertain_stays_a_contender():
+    """It is predicted to be 1.8 times as slow by times that scatter by a third about the law."""
+    chance, plans = random.Random(5), [Plan.parse("near:bf16"), Plan.parse("far:bf16")]
+    table = formula_table({"near:bf16": (0.02, 2.0, 0.002), "far:bf16": (0.02, 3.6, 0.002)})
+    wild = {
+        key: replace(each, time_ms=each.time_ms * math.exp(chance.gauss(0, 0.3))) for key, each in table.entries.items()
+    }
+    here = an_environment()
+    for tables, expected in ((table, 1), (replace(table, entries=wild), 2)):
+        found = contenders(FRESH[0], plans, Known.of(tables), KNOWN, Device(here.device_type, here.device_name))
+        assert len(found) == expected
+
+
+def test_where_the_choice_has_no_time_every_plan_is_a_contender():
+    """All that is known of near:bf16 is that it is not accurate enough."""
+    plans = [Plan.parse("near:bf16"), Plan.parse("far:bf16")]
+    here, tables = an_environment(), Known.of(formula_table({"near:bf16": (0.02, 2.0, 0.5)}))
+    found = contenders(FRESH[0], plans, tables, KNOWN, Device(here.device_type, here.device_name))
+    assert found == dict(zip(plans, (False, True), strict=True))
+
+
+def test_a_plan_that_lost_a_race_is_scored_by_its_time_alone():
+    lost = {
+        key: replace(each, status="slower", time_ms=9.0, errors={}) if str(key[1]) == "near:bf16" else each
+        for key, each in truth().entries.items()
+    }
+    found = [each for each in scores(replace(truth(), entries=lost)) if str(each.plan) == "near:bf16"]
+    assert len(found) >= len(FRESH)
+    for each in found:
+        assert (each.error, each.violated) == (None, False)
+        assert each.regret > 1
+
+
+def test_without_asking_for_fp8_the_best_plan_is_of_16_bits():
+    """Also where FP8 is as accurate."""
+    for each in scores(truth(FORMULAS | {"far:fp8": (0.001, 0.1, 0.0025)})):
+        assert each.best.fp8 == each.asked.fp8
+
+
+def test_a_summary_passes_up_to_each_bound():
+    plain = FreshSummary(Asked(False), 50, 50, 0.02, 0.08, 0.2, 2, 0)
+    assert plain.passes
+    assert replace(plain, asked=Asked(True), geometric_mean=0.03).passes
+    beyond = {"geometric_mean": 0.021, "percentile_90": 0.081, "worst": 0.21, "rules": 3, "violations": 1}
+    assert not any(replace(plain, **{name: value}).passes for name, value in beyond.items())
+    assert not replace(plain, asked=Asked(True), geometric_mean=0.031).passes
+
+
+def test_a_summary_ranks_steady_regrets_and_counts_all_rules():
+    plan = Plan.parse("near:bf16")
+    steady, noisy = (
+        FreshScore(FRESH[0], Asked(False), plan, basis, plan, regret, 0.002, 0.01, basis != "rule")
+        for basis, regret in (("predicted", 0.01), ("rule", 5.0))
+    )
+    (found,) = summary_of([*[steady] * 9, replace(steady, regret=0.3), noisy])
+    assert (found.choices, found.unsteady, found.percentile_90, found.worst, found.rules) == (10, 1, 0.01, 0.3, 1)
 
 
 @pytest.mark.parametrize("compiles", [False, True])

@@ -14,7 +14,7 @@ from formula_tables import FORMULAS, KNOWN, LENGTHS, entry, formula_table, spec
 from places import ROOT
 
 from attnbench import AttentionSpec, Mask, Plan
-from attnbench.choosing.regret import PERCENTILE_95, Asked, Score, held_out, summarised
+from attnbench.choosing.regret import PERCENTILE_95, Asked, Score, held_out, served, summarised
 from attnbench.choosing.regret_fixed import TORCH_DEFAULT, _by_backend, against_fixed, torch_default
 from attnbench.kernels.registry import registry
 from attnbench.tables.table import Entry, Table
@@ -40,10 +40,10 @@ def shuffle_times(table: Table, seed: int = 0) -> Table:
 
 
 def test_an_error_above_the_neighbours_prediction_counts_as_a_violation():
-    def with_error_at(length: int) -> list[Score]:
+    def with_error_at(length: int, error: float = 0.5) -> list[Score]:
         table = formula_table({**FORMULAS, "far:fp8": (0.001, 0.1, 0.06)}, PLAIN)
         bad = spec(length)
-        wild = entry(bad, "far:fp8", 0.001, 0.5)
+        wild = entry(bad, "far:fp8", 0.001, error)
         return list(held_out(Table(table.environment, {**table.entries, (bad, wild.plan): wild}), KNOWN))
 
     violated = [each for each in with_error_at(2048) if each.violated]
@@ -52,6 +52,8 @@ def test_an_error_above_the_neighbours_prediction_counts_as_a_violation():
     assert not any(summary.passes for summary in summarised(violated))
     # Beyond the last measured number of keys nothing is taken on trust.
     assert not any(each.violated for each in with_error_at(16384))
+    assert not any(each.caution for each in with_error_at(16384) if each.spec.seqlen_q == 16384)
+    assert 0.15 not in {each.asked.max_error for each in with_error_at(2048, 0.15) if each.violated}
 
 
 def test_time_lost_by_rejecting_unproven_fp8_is_counted_as_caution():
@@ -64,6 +66,55 @@ def test_time_lost_by_rejecting_unproven_fp8_is_counted_as_caution():
             assert each.regret < 0.05
         else:
             assert each.plan.fp8 or each.caution > 1
+    found = list(held_out(table, KNOWN))
+    assert {each.asked.max_error for each in found if each.plan.fp8} == {None, 0.1, 0.15}  # its error is 0.06
+    accurate = formula_table({**FORMULAS, "far:fp8": (0.001, 0.1, 0.0025)}, PLAIN)
+    assert not any(each.caution for each in held_out(accurate, KNOWN, questions=[Asked(False)]))  # by choice
+
+
+def test_each_split_scores_every_spec_of_a_class_by_other_specs_of_it():
+    """A spec at which nothing can be chosen is none of its class."""
+    table = formula_table(specs=PLAIN)
+    orders = []
+    for splits in (1, 2, 3):
+        found = [each.spec for each in held_out(table, KNOWN, questions=[Asked(False)], splits=splits)]
+        orders.append(tuple(found[-len(PLAIN) :]))
+        assert len(found) == splits * len(PLAIN)
+        assert set(orders[-1]) == set(PLAIN)
+    assert len(set(orders)) > 1
+    broken = Entry(spec(1024), Plan("near:bf16"), "crashed")
+    alone = formula_table(specs=[spec(512)])
+    assert not list(held_out(Table(table.environment, {**alone.entries, (broken.spec, broken.plan): broken}), KNOWN))
+
+
+def test_a_plan_measured_nowhere_else_is_chosen_by_what_its_status_allows():
+    entries = [entry(spec(512), "near:bf16", 1.0, 0.002), entry(spec(1024), "far:bf16", 1.0, 0.002)]
+    table = Table.from_entries(an_environment(), entries)
+    assert {each.basis for each in held_out(table, KNOWN, questions=[Asked(False)])} == {"rule"}
+    assert not list(held_out(table, KNOWN, questions=[Asked(False, 1e-6)]))
+
+
+def test_plans_of_kernels_that_this_installation_does_not_know_are_not_served():
+    at = spec(512, direction="training")
+    known, *others = map(Plan.parse, ("near:bf16>far:bf16", "near:bf16>gone:bf16", "gone:bf16>near:bf16"))
+    entries = [entry(at, str(plan), 1.0, 0.002) for plan in (known, *others)]
+    assert set(served(Table.from_entries(an_environment(), entries), at, KNOWN)) == {known}
+
+
+@pytest.mark.parametrize("noisy", ["near:bf16", "far:bf16"])
+def test_a_score_is_steady_if_neither_the_choice_nor_the_best_scatters(noisy):
+    """At one shape far:bf16 is far faster than its neighbours say, so near:bf16 is chosen."""
+    odd = spec(512)
+    lucky = entry(odd, "far:bf16", 0.001, 0.002)
+    table = formula_table({name: law for name, law in FORMULAS.items() if name != "far:fp8"}, PLAIN)
+    entries = {**table.entries, (odd, lucky.plan): lucky}
+    scatter = {key: 0.1 if (key[0], str(key[1])) == (odd, noisy) else 0.02 for key in entries}
+    entries = {key: replace(each, spread_ms=2 * scatter[key] * each.time_ms) for key, each in entries.items()}
+    for each in held_out(Table(table.environment, entries), KNOWN, questions=[Asked(False)]):
+        assert each.steady == (each.spec != odd)
+        assert not each.caution
+        if each.spec == odd:
+            assert (str(each.plan), str(each.best)) == ("near:bf16", "far:bf16")
 
 
 def test_summaries_are_of_the_ratios():
@@ -75,6 +126,7 @@ def test_summaries_are_of_the_ratios():
     assert (found.worst, found.percentile_95, found.violations) == (0.21, 0.21, 0)
     assert not found.passes
     assert summarised([score(0.01)])[0].passes
+    assert not summarised([score(0.03)])[0].passes
     assert not summarised([score(0.0)] * 18 + [score(PERCENTILE_95 + 0.01)] * 2)[0].passes
     assert summarised([score(0.01, violated=True), *[score(0.01)] * 99])[0].passes
     assert not summarised([score(0.01, violated=True), *[score(0.01)] * 98])[0].passes
@@ -87,6 +139,7 @@ def test_auto_is_compared_with_each_backend_and_with_torchs_default():
     cudnn = [entry(at, "sdpa-cudnn:bf16", 1.0, 0.002) for at in only_short]
     table = Table(table.environment, {**table.entries, **{(each.spec, each.plan): each for each in cudnn}})
     rows = {row.backend: row for row in against_fixed(table, KNOWN, Asked(False))}
+    assert list(rows) == sorted(rows, key=lambda name: rows[name].slow_down)
     assert set(rows) == {"near", "far", "sdpa-flash", "sdpa-cudnn", TORCH_DEFAULT}
     assert (rows["sdpa-cudnn"].serves, rows["sdpa-cudnn"].specs) == (2, 12)
     assert rows[TORCH_DEFAULT].serves == 12  # cuDNN where it served, Flash elsewhere
@@ -108,7 +161,7 @@ def test_torchs_default_is_its_first_backend_that_serves_both_passes():
 def test_torchs_default_is_its_first_kernel_and_flex_where_none_serves():
     plans = [Plan.parse(each) for each in (
         "flex:bf16>flex:bf16", "sdpa-flash:bf16>sdpa-flash:bf16", "sdpa-cudnn:bf16>sdpa-cudnn:bf16",
-        "sdpa-cudnn:bf16>fa4:bf16", "triton:fp8>sdpa-cudnn:bf16", "fa3:bf16>fa4:bf16",
+        "sdpa-cudnn:bf16>fa4:bf16", "triton:fp8>sdpa-cudnn:bf16", "fa3:bf16>fa4:bf16", "flex:fp8>flex:bf16",
     )]  # fmt: skip
     assert str(torch_default(plans, registry())) == "sdpa-cudnn:bf16>sdpa-cudnn:bf16"
     assert str(torch_default([plans[0], *plans[3:]], registry())) == "flex:bf16>flex:bf16"

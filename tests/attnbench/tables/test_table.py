@@ -105,6 +105,8 @@ def test_entries_converted_to_any_host_can_be_written(found, slower):
     assert moved.device_ms == found.device_ms
     if None not in (found.time_ms, found.host_ms, found.device_ms):
         assert moved.time_ms == max(moved.host_ms, moved.device_ms)
+        if found.spread_ms is not None:
+            assert moved.spread_ms == pytest.approx(min(1e9, found.spread_ms * moved.time_ms / found.time_ms))
 
 
 @pytest.mark.parametrize("launches", [(0.01, 0.02), (0.02, 0.01), (0.01, None), (None, 0.01)])
@@ -128,6 +130,7 @@ def test_merged_tables_use_the_host_speed_of_the_larger_table_that_has_one(launc
     [
         ({"time_ms": None, "status": "oom", "reason": "no room"}, "oom when it was measured: no room"),
         ({"errors": {}}, "when it was measured"),
+        ({"status": "slower", "reason": "late"}, "lost a race .* late"),
         ({"status": "inaccurate", "check": "stale", "reason": "old"}, "the check 'stale' .* old"),
         ({"plan": "a:fp8", "errors": {"outlier": 0.0}}, "less than 8 bits allow"),
         ({"plan": "a:fp8", "errors": {"normal": 0.05}}, "never measured on inputs with outliers"),
@@ -138,6 +141,19 @@ def test_an_unusable_entry_gives_its_reason(more, reason):
     entry = entry_of(**more)
     assert not entry.usable
     assert re.search(reason, entry.unusable)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"status": "inaccurate", "check": "error", "errors": {"normal": 0.5}},  # a budget may allow it
+        {"plan": "a:fp8", "errors": {"captured:llama": 0.05}},
+        {"plan": "a:fp8", "errors": {"outlier": 0.0005}},
+        {"errors": {"normal": 1e-7}},
+    ],
+)
+def test_an_entry_with_credible_errors_is_usable(more):
+    assert entry_of(**more).usable
 
 
 def valid_data(**change) -> dict:
