@@ -33,9 +33,7 @@ class Gate:
             part = waiting.pop(0)
             left = sum(map(len, waiting))
             share = (self._deadline - time.monotonic()) * len(part) / (len(part) + left)
-            crowded = self._part(part, time.monotonic() + share)
-            if len(part) > 1:
-                waiting += [[row] for row in crowded]
+            waiting += [[row] for row in self._part(part, time.monotonic() + share)]
 
     def _part(self, rows: Sequence[GateRow], deadline: float) -> list[GateRow]:
         """Measure the rows side by side; returns those for which memory did not suffice."""
@@ -48,7 +46,7 @@ class Gate:
                 self._sides.close()
                 self._say(f"again in processes of their own: {len(going)} of {len(rows)} rows")
             crowded += self._begin(going, alone=len(rows) == 1)
-            self._generation([row for row in going if row.lost is None and row not in crowded], deadline)
+            self._generation([row for row in going if row not in crowded], deadline)
         for row in rows:
             row.look()
             self._sides.end(row.question)
@@ -82,7 +80,7 @@ class Gate:
                 row.seconds += time.monotonic() - start
                 if visits is not None and number:  # the first is a warm-up
                     row.add(visits)
-                    if number == 1 and row.lost is None:
+                    if number == 1:
                         row.leave_out_an_idle_host()
             if number in LOOKS:
                 self._say(f"{number} rounds: {sum(not row.settled for row in rows)} of {len(rows)} rows are open")

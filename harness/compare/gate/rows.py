@@ -42,8 +42,7 @@ def choose_rows(base: Mapping[Key, Measurement], most: int = MOST_ROWS) -> list[
                 if place == 0:
                     winners[row.key] = row
                 else:
-                    behind = row.median_ms() / ranked[0].median_ms()
-                    others[row.key] = min(behind, others.get(row.key, behind))
+                    others[row.key] = row.median_ms() / ranked[0].median_ms()
     runners_up = sorted(others.keys() - winners.keys(), key=lambda key: (others[key], key[0], str(key[1])))
     return [*winners.values(), *(base[key] for key in runners_up)][:most]
 

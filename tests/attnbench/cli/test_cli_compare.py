@@ -1,6 +1,7 @@
 """``attnbench compare``: real files, its output and its exit codes."""
 
 import json
+import math
 import re
 from dataclasses import replace
 from functools import partial
@@ -8,17 +9,17 @@ from xml.etree import ElementTree
 
 import pytest
 from command_line import expect
-from compared import row, slowed, times, written
+from compared import passed_over, row, slowed, times, written
 from row_facts import with_facts
 
-MARKUP = 'x" <script>alert(1)</script> | [a](b) & ]]> \x1b[31m \x00 \ud7ff \ufffe'
+MARKUP = 'é x" <script>alert(1)</script> | [a](b) & ]]> \x1b[31m \x00 \ud7ff \ufffe'
 
 
 compare = partial(expect, "compare")
 
 
 def document(*arguments, code=0):
-    return json.loads(compare(*arguments, "--format", "json", code=code).stdout)
+    return json.loads(compare(*arguments, "--format", "json", code=code).stdout, parse_constant=pytest.fail)
 
 
 def test_different_machines_exit_3_unless_compared_relative_to_a_baseline(tmp_path):
@@ -32,7 +33,8 @@ def test_different_machines_exit_3_unless_compared_relative_to_a_baseline(tmp_pa
     assert why == "- 2 rows cannot be compared (--all lists them): device_name was a GPU, is another GPU."
     assert "incomparable  a" not in done.stdout
     assert compare(base, far, "--all", code=3).stdout.count("incomparable  a") == 2
-    compare(base, far, "--fail-on", "5%", "--relative-to", "sdpa-flash:bf16")
+    by_ratios = document(base, far, "--fail-on", "5%", "--relative-to", "sdpa-flash:bf16")
+    assert by_ratios["terms"]["relative_to"] == ["sdpa-flash:bf16"]
     alone = written(tmp_path / "alone", rows[:1])
     only = compare(alone, far, "--relative-to", "fa3:fp8", "--allow-missing", "*", code=3)
     assert "there is no row with numbers on both sides" in only.stdout  # the baseline is all that there is
@@ -89,19 +91,20 @@ def test_the_text_output_reports_what_regressed_and_why(tmp_path):
 
 
 def test_junit_output_is_valid_xml_for_any_names(tmp_path):
-    rows = [row(MARKUP), row("b", seed=1), row("c", seed=2), row("d", seed=3)]
+    rows = [row(MARKUP), row("b", seed=1), row("c", seed=2), row("d", seed=3), passed_over("refused", "e")]
     base = written(tmp_path / "base", rows)
     far = replace(rows[2].environment, device_name=MARKUP)
-    changed = [slowed(rows[0], 1.2), rows[1], rows[2].model_copy(update={"environment": far})]
+    changed = [slowed(rows[0], 1.2), rows[1], rows[2].model_copy(update={"environment": far}), rows[4]]
     new = written(tmp_path / "new", changed)
     arguments = "--format", "junit", "--allow-missing", "d"
     text = compare(base, new, *arguments, "--fail-on", "5%", code=1).stdout
     assert text.startswith('<?xml version="1.0" encoding="UTF-8"?>\n')  # some readers of JUnit files ask for it
+    assert text.isascii()
     root = ElementTree.fromstring(text)
     (suite,) = root
     for element in (root, suite):
         counted = [element.get(name) for name in ("tests", "failures", "errors", "skipped")]
-        assert counted == ["4", "1", "1", "1"]
+        assert counted == ["5", "1", "1", "2"]
     tests = {test.get("classname"): test for test in suite}
     slow = tests[next(name for name in tests if "<script>alert(1)</script>" in name)]
     assert [(each.tag, each.get("type")) for each in slow] == [("failure", "slower")]
@@ -109,6 +112,7 @@ def test_junit_output_is_valid_xml_for_any_names(tmp_path):
     assert not list(tests["b"])
     assert [each.tag for each in tests["c"]] == ["error"]
     assert [each.tag for each in tests["d"]] == ["skipped"]
+    assert [(each.tag, each.get("message")) for each in tests["e"]] == [("skipped", "unmeasured")]
     assert not set(text) & {"\x1b", "\x00", "\ufffe"}
     narrow = ElementTree.fromstring(compare(base, new, *arguments, "--fail-on", "1%", code=1).stdout)
     (unsure,) = [test for test in narrow[0] if test.get("classname") == "b"]
@@ -119,12 +123,12 @@ def test_junit_output_is_valid_xml_for_any_names(tmp_path):
 def test_json_output_states_the_terms_and_the_differences(tmp_path):
     before = row("a")
     now = replace(before.environment, torch="2.10.0")
-    base, new = written(tmp_path / "base", [before]), written(tmp_path / "new", [row("a", seed=1, environment=now)])
+    base = written(tmp_path / "base", [before, row("gone")])
+    new = written(tmp_path / "new", [row("a", seed=1, environment=now)])
     limits = tmp_path / "limits.yaml"
     limits.write_text('"fa3:*": {time: 4%, host: 300%, error: 50%}\na: 6 %\n')
-    found = document(
-        base, new, "--fail-on", "2.5%", "--fail-on-host", "200%", "--thresholds", limits, "--cost", "call,kernel"
-    )
+    on = "--fail-on", "2.5%", "--fail-on-host", "200%", "--thresholds", limits, "--cost", "call,kernel"
+    found = document(base, new, *on, "--allow-missing", "gone")
     assert found["schema"] == "attnbench.comparison/2"
     assert found["terms"] == {
         "fail_on": 0.025,
@@ -133,7 +137,7 @@ def test_json_output_states_the_terms_and_the_differences(tmp_path):
         "memory_rise": 0.1,
         "costs": ["kernel", "call"],
         "relative_to": [],
-        "allow_missing": [],
+        "allow_missing": ["gone"],
         "thresholds": {
             "fa3:*": {"time": 0.04, "host": 3.0, "error": 0.5, "memory": None},
             "a": {"time": 0.06, "host": None, "error": None, "memory": None},
@@ -141,7 +145,9 @@ def test_json_output_states_the_terms_and_the_differences(tmp_path):
     }
     assert found["differences"] == ["torch was 2.9.0, is 2.10.0"]
     assert [each["torch"] for each in found["base"] + found["new"]] == ["2.9.0", "2.10.0"]
-    (only,) = found["rows"]
+    only, gone = found["rows"]
+    assert (gone["verdict"], gone["allowed"], only["allowed"]) == ("missing", True, False)
+    assert found["counts"] == {"same": 1, "missing": 1}
     assert only["limits"] == {"time": 0.06, "host": 3.0, "error": 0.5, "memory": 0.1}
     assert (only["verdict"], only["certain"], only["regressed"]) == ("same", True, False)
     assert only["visible"] == max(cost["visible"] for cost in only["costs"].values()) < 0.06
@@ -149,6 +155,24 @@ def test_json_output_states_the_terms_and_the_differences(tmp_path):
     kernel = only["costs"]["kernel"]
     assert (kernel["visits"], kernel["limit"], kernel["decided_by"]) == ([8, 8], 0.06, "device")
     assert kernel["interval"][0] < kernel["ratio"] < kernel["interval"][1]
+
+
+def test_json_output_has_the_numbers_of_base_before_those_of_new(tmp_path):
+    error = {"normal": {"out": math.inf, "lse": 1e-7}, "outlier": {"out": 0.08}}
+    before = row(memory_bytes=2**20)
+    after = row(time_ms=times(1, ratio=2), error=error, memory_bytes=2**22, replayed=["kernel"])
+    base, new = written(tmp_path / "base", [before]), written(tmp_path / "new", [after])
+    (found,) = document(base, new, code=1)["rows"]
+    assert found["errors"] == [{"family": "normal", "tensor": "out", "before": 0.05, "after": "Infinity"}]
+    assert found["memory"] == {"peak": [2**20, 2**22]}
+    low, high = found["costs"]["call"]["median"]
+    assert low < high
+    kernel, call = (found["costs"][cost] for cost in ("kernel", "call"))
+    assert (kernel["visible"], kernel["replayed_on_one_side"], call["replayed_on_one_side"]) == (
+        "Infinity",
+        True,
+        False,
+    )
 
 
 @pytest.mark.parametrize(
@@ -181,9 +205,11 @@ def test_missing_files_and_files_without_rows_are_misuse(tmp_path):
     ("text", "line", "message"),
     [
         ("", 1, "expected lines"),
+        ("{}\n", 1, "expected lines"),
+        ("a: {}\n", 1, "time, host, error or memory"),
         ("a: 5%\n\nb: lots\n", 3, "percentage"),
         ("a: 5%\na: 6%\n", 2, "once"),
-        ("a: {time: 5%, speed: 6%}\n", 1, "time, host, error or memory"),
+        ("a: {time: 5%,\n speed: 6%}\n", 2, "time, host, error or memory"),
         ("a: 5%\nb: {time: 5%\n", 3, "YAML"),
         ("misspelt: 5%\n", None, "'misspelt' matches no case"),
     ],

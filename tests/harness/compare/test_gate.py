@@ -108,6 +108,7 @@ def test_when_time_is_over_the_rounds_that_were_made_decide(monkeypatch, size, r
     monkeypatch.setattr(gate, "time", SimpleNamespace(monotonic=lambda: float(sides.visits[0])))
     run(sides, gated, seconds=8 * rounds)
     assert (sides.visits[0], gated[0].series["call"].finding) == (8 * rounds, finding)
+    assert sides.generation == (finding == "open"), "no more processes are started"
 
 
 def test_a_side_is_its_quickest_visit():
@@ -177,6 +178,8 @@ def test_rows_that_wait_for_others_have_their_share_of_the_time(monkeypatch):
     first, then = (sum(sides.visits[number] for number in part) for part in (range(24), range(24, 40)))
     assert (first, then) == (pytest.approx(24 * 80, rel=0.1), pytest.approx(16 * 80, rel=0.1))
     assert first + then <= 40 * 80 + 8
+    assert sum(each.seconds for each in gated) == first + then
+    assert sides.begun[:2] == [24, 16]
 
 
 def test_time_is_promised_where_several_pairs_of_processes_can_show_what_one_cannot():
@@ -221,6 +224,7 @@ def test_what_had_no_memory_beside_others_is_measured_alone():
     sides, gated = Sides(lost={1: ("NEW", LostError("oom", "out of memory", died=False))}), rows(3)
     run(sides, gated)
     assert {each.series["call"].finding for each in gated} == {"same"}
+    assert (sides.begun, sides.generation) == ([3, 1], 0)
     first = Sides(lambda side, number, cost, generation: 0.1 * (side == "NEW" and number == 1 and generation == 0))
     first.lost, gated = {1: ("NEW", LostError("oom", "out of memory", died=False))}, rows(2)
     run(first, gated)
@@ -236,8 +240,13 @@ def test_what_had_no_memory_beside_others_is_measured_alone():
     [(0.45, None, False), (0.55, None, True), (0.9, [], False), (1.1, [], True)],
 )
 def test_the_host_is_gated_where_the_device_may_wait_for_it(host, recorded, kept):
-    """Where BASE has no rounds of it, it was idle there, and has to take twice as much to count."""
-    sides = Sides(lambda side, number, cost, generation: (host - 1) * (cost == "host"))
+    """Where BASE has no rounds of it, it was idle there, and has to take twice as much to count.
+
+    The round after the warm-up decides; the next one takes 0.2 ms.
+    """
+    sides = Sides(
+        lambda side, number, cost, _: ((0.2 if (sides.visits[number] - 1) // 8 == 2 else host) - 1) * (cost == "host")
+    )
     gated = rows(1, ("prepared", "host"), "cuda")
     gated[0].series["host"].recorded = recorded
     run(sides, gated)

@@ -5,17 +5,21 @@ import os
 import pytest
 import torch
 from compared import results, row, times
+from row_facts import with_facts
 
 from attnbench import Plan
+from attnbench.harness.capture.file import PREFIX
 from attnbench.harness.compare.gate import sides as gate_sides
 from attnbench.harness.compare.gate import worker as gate_worker
 from attnbench.harness.compare.gate.rounds import read_rounds, rounds_of, rounds_text
-from attnbench.harness.compare.gate.rows import brief_timer, choose_rows, gate_rows
+from attnbench.harness.compare.gate.rows import brief_timer, choose_rows, gate_rows, tasks
 from attnbench.harness.compare.gate.sides import Question
 from attnbench.harness.compare.terms import Terms
 from attnbench.harness.measure import cores
 from attnbench.harness.measure.cores import core_for
 from attnbench.harness.measure.timing import Timer
+from attnbench.harness.sequence_lengths import SequenceLengths
+from attnbench.kernels.registry import registry
 from attnbench.problem.spec import AttentionSpec
 from attnbench.state import Cache
 
@@ -35,6 +39,7 @@ def test_the_fastest_accurate_plans_of_both_precisions_come_first_and_then_the_c
         plan("sdpa-math:bf16", 9.0),
         plan("cudnn:fp8", 0.5, status="inaccurate", reason="an error of 0.3"),
         plan("emulated:fp8", 0.1, emulated=True),
+        plan("fa2:bf16", 0.2, error={f"{PREFIX}file@0123#0": {"out": 0.01}}),  # of inputs that no one can draw
     )
     names = [str(each.plan) for each in choose_rows(known)]
     assert names == ["fa3:fp8", "fa3:bf16", "sdpa-cudnn:bf16", "sage:fp8"]
@@ -87,6 +92,15 @@ def test_on_a_cpu_a_call_is_one_cost_and_a_backward_is_for_training():
     spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=16, head_dim=16, direction="training")
     (found,) = gate_rows([row(plan="fa3:bf16>fa3:bf16", spec=spec)], Terms(), CUDA, None, None)
     assert list(found.series) == ["prepared", "backward", "host"]
+
+
+def test_a_row_is_looked_at_on_all_of_its_inputs_and_visited_on_the_first():
+    own = SequenceLengths(layout="packed", q=(9, 1, 9, 5))
+    found = with_facts(row(), lengths=own, spec=AttentionSpec.make(heads=2, head_dim=16, **own.sizes()))
+    (task,) = tasks([found], registry(), CPU)
+    (gated,) = gate_rows([found], Terms(), CPU, None, None)
+    assert (task.case.families, task.case.lengths) == (("normal", "outlier"), own)
+    assert (gated.question.family, gated.question.lengths) == ("normal", own)
 
 
 @pytest.mark.parametrize(("recorded", "kept"), [({}, True), (None, False)])

@@ -13,7 +13,7 @@ from attnbench.errors import MisuseError
 from attnbench.harness.compare.pairs import rows_of
 from attnbench.harness.compare.regression import compare_results
 from attnbench.harness.compare.sentences import share
-from attnbench.harness.compare.terms import Limits, Terms, Threshold, percentage
+from attnbench.harness.compare.terms import LARGEST_LIMIT, Limits, Terms, Threshold, percentage
 from attnbench.harness.compare.text import conclusion
 from attnbench.harness.measure.clocks import Conditions, Range
 from attnbench.kernels.plan import Plan
@@ -369,7 +369,13 @@ def test_a_name_with_the_characters_of_a_pattern_is_itself():
     assert compare_results(results(named), results(row("b")), Terms(allowed=("a[0]*", "b"))).outcomes[0].allowed
 
 
-@pytest.mark.parametrize("text", ["3", "0.03", "", "%", "-3%", "0%", "3%%", "1001%", "1e3%", "three%", "nan%", "inf%"])
+def test_a_percentage_may_hold_blanks_and_go_up_to_the_largest_limit():
+    assert (percentage(" 1000 % "), percentage("0.5%")) == (LARGEST_LIMIT, 0.005)
+
+
+@pytest.mark.parametrize(
+    "text", ["3", "0.03", "", "%", "-3%", "0%", "3%%", "1001%", "1e3%", "three%", "nan%", "inf%", "\u0663%"]
+)
 def test_what_is_no_percentage_is_refused(text):
     with pytest.raises(MisuseError, match="percentage"):
         percentage(text)

@@ -1,7 +1,7 @@
 """Errors are numbers against the truth, and nothing that is not finite slips through."""
 
 import math
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import pytest
 import torch
@@ -56,8 +56,17 @@ def test_the_truth_of_some_groups_is_the_whole_truth_at_these_groups(share):
     assert whole.groups == (0, 1, 2, 3, 4, 5)
     assert len(part.groups) == max(1, int(share * 6))
     assert f"{len(part.groups)} of 6" in part.note
+    gaps = [(after - before) % 6 for before, after in zip(part.groups, [*part.groups[1:], part.groups[0]], strict=True)]
+    assert max(gaps) - min(gaps) <= 1, "spread evenly"
+    assert Truth.of(SPEC, inputs, REGISTRY, largest=1.0, flops=0.0).groups == whole.groups, "all of it costs so little"
     for name, value in part.values.items():
         torch.testing.assert_close(value, whole.values[name][list(part.groups)], rtol=1e-12, atol=1e-12)
+
+
+def test_one_group_of_each_spec_of_a_sweep_covers_every_group():
+    specs = [SPEC.replace(seqlen_q=length) for length in range(1, 60)]
+    truths = [Truth.of(spec, draw(spec, "normal", CPU), REGISTRY, largest=1.0) for spec in specs]
+    assert {truth.groups for truth in truths} == {(group,) for group in range(6)}
 
 
 def test_errors_of_a_part_are_taken_at_the_same_heads():
@@ -73,7 +82,8 @@ def test_errors_of_a_part_are_taken_at_the_same_heads():
     for name, value in elsewhere.items():
         if name != "lse":
             value[1 - batch, 0, 0, 0] = torch.nan  # which needs no truth to be seen
-            assert truth.judge({name: value})[name].detail.nonfinite == 1
+            detail = truth.judge({name: value})[name].detail
+            assert (detail.nonfinite, detail.sqnr_db, detail.worst_head, detail.bias) == (1, None, math.inf, math.inf)
             assert errors_of(truth, {name: value})[name] == math.inf
     values["out"][batch, SPEC.group * key_head + 1] = torch.nan  # a query head of the group that was computed
     values["dk"][batch, key_head] *= 2
@@ -195,6 +205,8 @@ def test_one_key_leaves_no_gradient_and_a_kernel_is_not_blamed_for_the_rounding_
     floor = truth.exact_on(operands)
     assert all(each.error < 0.2 for judge in (truth.judge, floor.judge) for each in judge(values).values())
     assert truth.judge({"dq": inputs.q})["dq"].error > 0.5
+    louder = Truth.of(spec.replace(scale=-spec.scale), replace(inputs, q=64 * inputs.q), registry())
+    assert louder.units == pytest.approx({"dq": truth.units["dq"], "dk": 64 * truth.units["dk"]})
 
 
 def test_own_errors_are_those_against_dense_attention_on_the_operands():
@@ -217,6 +229,14 @@ def test_own_errors_are_those_against_dense_attention_on_the_operands():
         assert judgement.detail.bias == pytest.approx(floor.judgements[name].detail.bias, abs=1e-9)
 
 
+def test_one_quantised_operand_is_enough_for_a_floor():
+    inputs = draw(SPEC, "normal", CPU)
+    truth = Truth.of(SPEC, inputs, REGISTRY)
+    assert truth.exact_on(Operands(SPEC, *inputs.qkv.unquantised())) is None
+    floor = truth.exact_on(Operands(SPEC, inputs.q, quantise(inputs.k, Recipe()), inputs.v))
+    assert floor.judgements["out"].error > 1e-3
+
+
 def test_nothing_is_kept_of_input_buffers_that_are_filled_anew():
     inputs = draw(SPEC, "normal", CPU)
     truth = Truth.of(SPEC, inputs, REGISTRY)
@@ -237,6 +257,8 @@ def test_a_truth_in_fp32_is_marked_so_and_is_one_for_16_bits(direction):
     assert "FP64" in exact.note
     for name, judgement in exact.judge(narrow_values(narrow, spec)).items():
         assert 0 < judgement.error < 1e-5, name
+    operands = FakeForward("small:fp8").prepare(inputs.qkv, spec)
+    assert not torch.equal(*(truth.exact_on(operands).values["out"] for truth in (exact, narrow))), "nor is its floor"
 
 
 def narrow_values(truth, spec):

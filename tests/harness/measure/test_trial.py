@@ -1,6 +1,7 @@
 """A case on a bench, in this process: what plans do to its buffers, to each other, and when they are judged."""
 
 import math
+from dataclasses import replace
 
 import planted
 import pytest
@@ -181,16 +182,17 @@ def trial_of(*kernels, direction="forward"):
 @pytest.mark.parametrize(("bound", "scale"), [(False, 0.5), (True, 1.0)])
 def test_a_call_on_a_slow_host_is_timed_as_on_the_usual_one(monkeypatch, bound, scale):
     """A host that started its small kernels in twice the usual time; one that waited for the device says nothing."""
-    taken = Taken([0.1, 0.4], [0.3, 0.6], host_bound=bound, launch_ms=0.02)
+    taken = Taken([0.1, 0.4], [0.3, 0.6], host_bound=bound, launch_ms=0.02, late_ms=0.7)
     monkeypatch.setattr(Timer, "take", lambda *_: taken)
     one = trial_of(FakeForward("wide:bf16"))
     one.run()
     visit = one.sample(TIMER, replay=False, launch_ms=0.01)
-    assert (visit.host_scale, visit.launch_ms) == (scale, 0.02)
+    assert (visit.host_scale, visit.launch_ms, visit.late_ms) == (scale, 0.02, 0.7)
     assert visit.host_ms == pytest.approx([0.3 * scale, 0.6 * scale])
     assert visit.time_ms["call"] == pytest.approx([max(0.1, 0.3 * scale), max(0.4, 0.6 * scale)])
     assert visit.time_ms["kernel"] == taken.device_ms
     assert one.sample(TIMER, replay=False).host_ms == taken.host_ms
+    assert one.sample(TIMER, replay=False, costs=["kernel"]).time_ms.keys() == {"kernel"}
 
 
 def test_every_sample_of_a_call_prepares_its_inputs_as_a_user_s_would():
@@ -215,6 +217,63 @@ class Reusing(FakeForward):
 def test_a_result_that_the_next_call_overwrites_is_not_settled(kind, settled):
     with torch.no_grad():
         assert trial_of(kind("reusing:bf16")).conclude().settled is settled
+
+
+class Sparing(Reusing):
+    """Writes its first row only for inputs that it has not seen."""
+
+    def run(self, operands):
+        seen = getattr(self, "seen", None) == operands.q._version
+        before = self.buffer[:, :, :1].clone() if seen else None
+        result, self.seen = super().run(operands), operands.q._version
+        if seen:
+            result.out[:, :, :1] = before
+        return result
+
+
+def test_what_a_kernel_leaves_unwritten_is_found_on_each_family():
+    with torch.no_grad():
+        judged = trial_of(Sparing("sparing:bf16")).conclude().judged
+    assert {family: each["out"].error for family, each in judged.items()} == dict.fromkeys(judged, math.inf)
+
+
+class Delayed(FakeForward):
+    """Takes its scale from the inputs of its last four calls, as kernels do in training with FP8."""
+
+    def run(self, operands):
+        self.seen = [*getattr(self, "seen", []), operands.q._version][-4:]
+        result = super().run(operands)
+        return result._replace(out=result.out * (self.seen.count(operands.q._version) / 4))
+
+
+def test_a_kernel_that_scales_by_earlier_inputs_is_judged_once_it_knows_those_of_the_family(monkeypatch):
+    monkeypatch.setattr(trial, "_HISTORY_SECONDS", 60.0)
+    one = trial_of(Delayed("delayed:bf16"))
+    for _ in range(4):
+        one.run()
+    assert worst(one.conclude()) < 0.01
+
+
+def test_the_noise_of_a_kernel_is_no_leak(monkeypatch):
+    noisy = FakeForward("noisy:bf16", lambda out: out + 0.01 * torch.randn_like(out))
+    findings = through(bench_of(monkeypatch, noisy), Plan.parse("noisy:bf16"))
+    assert not findings.deterministic
+    assert findings.leak == 0
+
+
+def test_the_probe_for_leaks_leaves_the_only_family_as_it_was(monkeypatch):
+    findings = through(bench_of(monkeypatch, case=replace(CAUSAL, families=CAUSAL.families[:1])), HONEST)
+    assert findings.stale["out"].error < 0.01
+    assert worst(findings) < 0.01
+
+
+def test_a_log_sum_exp_that_is_declared_is_not_left_out():
+    class Silent(FakeForward):
+        def run(self, operands):
+            return super().run(operands)._replace(lse=None)
+
+    with pytest.raises(AttnbenchError, match="no log-sum-exp"):
+        trial_of(Silent("silent:bf16")).run()
 
 
 def test_an_answer_in_another_type_than_the_contract_s_is_no_answer():

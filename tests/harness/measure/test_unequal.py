@@ -23,11 +23,12 @@ from attnbench.problem.spec import AttentionSpec
 
 TIMER = Timer(CPU, visit=0.0, limit=0.01, patience=1.0)
 LENGTHS = (30, 1, 0, 70, 12)
+KEYS = (41, 3, 5, 70, 20)
 CAUSAL = Mask(right=0)
 
 
-def case(layout: str, direction: str = "training", mask: Mask = CAUSAL) -> Case:
-    own = SequenceLengths(layout=layout, q=LENGTHS)
+def case(layout: str, direction: str = "training", mask: Mask = CAUSAL, keys: tuple[int, ...] | None = None) -> Case:
+    own = SequenceLengths(layout=layout, q=LENGTHS, kv=keys)
     spec = AttentionSpec.make(heads=4, kv_heads=2, head_dim=16, mask=mask, direction=direction, **own.sizes())
     return Case(layout, spec, lengths=own)
 
@@ -58,10 +59,11 @@ def concluded(monkeypatch, kernel, asked, plan):
     return bench.conclude(Plan.parse(plan))
 
 
+@pytest.mark.parametrize("keys", [None, KEYS])
 @pytest.mark.parametrize("layout", ["packed", "padded", "left-padded"])
-def test_an_exact_kernel_is_timed_and_judged_without_an_error(monkeypatch, layout):
+def test_an_exact_kernel_is_timed_and_judged_without_an_error(monkeypatch, layout, keys):
     kernels = Exact("exact:bf16"), FakeBackward("exact:bf16")
-    found = concluded(monkeypatch, kernels, case(layout), "exact:bf16>exact:bf16")
+    found = concluded(monkeypatch, kernels, case(layout, keys=keys), "exact:bf16>exact:bf16")
     assert {name for each in found.judged.values() for name in each} == {"out", "lse", "dq", "dk", "dv"}
     assert max(each.error for family in found.judged.values() for each in family.values()) < 0.004
     assert found.truth == "exact attention in FP64 on 2 of 2 key heads, each sequence alone"

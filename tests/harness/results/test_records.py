@@ -71,7 +71,8 @@ def test_an_error_beyond_all_measure_is_infinite():
 @pytest.mark.parametrize("status", sorted({*STATUSES} - {"ok", "inaccurate", "slower"}))
 @pytest.mark.parametrize("part", ["correctness", "performance"])
 def test_no_number_on_what_was_not_measured(status, part):
-    measurement(**FACTS, status=status, reason="so")
+    row = measurement(**FACTS, status=status, reason="so")
+    assert (row.error, row.time_ms) == ({}, {})
     numbers = getattr(measurement(**FACTS, **NUMBERS), part)
     with pytest.raises(ValidationError, match=f"{status} must not carry {part}"):
         measurement(**FACTS, status=status, reason="so", **{f"{part}_": numbers})
@@ -93,6 +94,11 @@ def test_no_number_on_what_was_not_measured(status, part):
         {"host_ms": [1e308]},
         {"bound": 1e308},
         {"memory_bytes": 2**80},
+        {"launch_ms": [1e7]},
+        {"host_scale": [0.0]},
+        {"peak_share": 1.01},
+        {"visits": {"call": [1]}},  # of two samples
+        {"visits": {"call": [1, 2]}},
         {"detail": {"outlier": {"out": DETAIL}}},
         {"detail": {"normal": {"dq": DETAIL}}},
         {"time_ms": {"lunch": [1.0], "call": [1.0]}},

@@ -2,6 +2,7 @@
 
 import shlex
 import warnings
+from pathlib import Path
 
 import pytest
 from command_line import attnbench
@@ -78,12 +79,15 @@ def test_a_whole_row_without_its_line_end_is_a_row_and_half_a_line_in_the_middle
         list(read_measurements(torn / MEASUREMENTS))
 
 
-def test_a_part_is_completed_by_the_command_of_all_parts_and_a_copy_by_its_sweep(tmp_path):
+def test_a_part_is_completed_by_the_command_of_all_parts_and_a_copy_by_its_sweep(tmp_path, monkeypatch):
     folder = part(tmp_path / "run" / "part-0001-of-0002", ROWS[:1], finished=False)
     text = (folder / MEASUREMENTS).read_text()
     (folder / MEASUREMENTS).write_text(text + text[:100])
     with pytest.warns(AttnbenchWarning, match=f"--resume --out {tmp_path / 'run'}`, with the same launcher"):
         list(read_measurements(folder / MEASUREMENTS))
+    monkeypatch.chdir(folder)
+    with pytest.warns(AttnbenchWarning, match=f"--resume --out {tmp_path / 'run'}`, with the same launcher"):
+        list(read_measurements(Path(MEASUREMENTS)))
     (tmp_path / "copy.jsonl").write_text(text + text[:100])
     with pytest.warns(AttnbenchWarning, match=r"copy\.jsonl:2: .* the sweep that wrote it, run again"):
         list(read_measurements(tmp_path / "copy.jsonl"))

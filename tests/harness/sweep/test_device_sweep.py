@@ -135,6 +135,17 @@ def test_times_are_given_for_the_host_as_fast_as_it_usually_was(local_workers, m
     assert Measurement.model_validate_json(row.to_line()) == row
 
 
+@pytest.mark.parametrize(("late_ms", "check"), [(0.0, None), (1e3, "settled")])
+def test_a_row_holds_what_was_found_beside_its_times(local_workers, monkeypatch, late_ms, check):
+    sampled, concluded = Bench.sample, Bench.conclude
+    found = {"memory_bytes": 7, "retained_bytes": 5, "leak": 0.25}
+    monkeypatch.setattr(Bench, "sample", lambda *asked: replace(sampled(*asked), replayed=("call",), late_ms=late_ms))
+    monkeypatch.setattr(Bench, "conclude", lambda *asked: replace(concluded(*asked), **found))
+    row = measured(plans=[WIDE])[0][WIDE]
+    assert (row.performance.memory_bytes, row.performance.retained_bytes, row.correctness.leak) == (7, 5, 0.25)
+    assert (row.performance.replayed, row.check) == (["call"], check)
+
+
 def test_a_time_that_cannot_be_is_an_error_and_a_possible_one_a_share(local_workers, monkeypatch):
     lab = setup()
     with DeviceSweep(lab) as line:

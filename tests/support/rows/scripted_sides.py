@@ -12,6 +12,7 @@ class Sides:
         self.rng, self.slower, self.base = random.Random(1), slower, base
         self.lost = lost or {}  # what begin says of rows the first time
         self.generation, self.visits, self.costs, self.ended = 0, Counter(), Counter(), []
+        self.begun = []  # how many rows at a time
 
     def __enter__(self):
         return self
@@ -26,6 +27,7 @@ class Sides:
         say("BASE and NEW")
 
     def begin(self, questions):
+        self.begun.append(len(questions))
         return {each.number: self.lost.pop(each.number) for each in questions if each.number in self.lost}
 
     def visit(self, side, question, costs):
