@@ -117,6 +117,14 @@ def test_a_kernel_that_spoils_its_inputs_is_reported_and_harms_no_other(monkeypa
     assert worst(honest) < 0.01
 
 
+def test_inputs_that_are_spoilt_only_while_the_plan_is_judged_are_noticed_too(monkeypatch):
+    judged = []
+    bench = bench_of(monkeypatch, Watching(lambda call, v: v.mul_(2) if judged else None))
+    bench.prepare(WATCHED)
+    judged.append(WATCHED)
+    assert not bench.conclude(WATCHED).untouched
+
+
 @pytest.mark.parametrize("after", range(1, 16))
 def test_a_plan_that_fails_anywhere_leaves_the_next_what_it_must_find(monkeypatch, after):
     """It fails as it is called for the so-manieth time, whatever the buffers hold then, and spoils them first."""
@@ -191,6 +199,7 @@ def test_a_call_on_a_slow_host_is_timed_as_on_the_usual_one(monkeypatch, bound, 
     assert visit.host_ms == pytest.approx([0.3 * scale, 0.6 * scale])
     assert visit.time_ms["call"] == pytest.approx([max(0.1, 0.3 * scale), max(0.4, 0.6 * scale)])
     assert visit.time_ms["kernel"] == taken.device_ms
+    assert visit.span[0] < visit.span[1]
     assert one.sample(TIMER, replay=False).host_ms == taken.host_ms
     assert one.sample(TIMER, replay=False, costs=["kernel"]).time_ms.keys() == {"kernel"}
 

@@ -3,6 +3,7 @@
 import threading
 import time
 from dataclasses import replace
+from datetime import datetime, timezone
 
 import pytest
 from patience import PATIENCE
@@ -137,13 +138,16 @@ def test_times_are_given_for_the_host_as_fast_as_it_usually_was(local_workers, m
 
 @pytest.mark.parametrize(("late_ms", "check"), [(0.0, None), (1e3, "settled")])
 def test_a_row_holds_what_was_found_beside_its_times(local_workers, monkeypatch, late_ms, check):
-    sampled, concluded = Bench.sample, Bench.conclude
+    sampled, concluded, ended = Bench.sample, Bench.conclude, []
     found = {"memory_bytes": 7, "retained_bytes": 5, "leak": 0.25}
     monkeypatch.setattr(Bench, "sample", lambda *asked: replace(sampled(*asked), replayed=("call",), late_ms=late_ms))
     monkeypatch.setattr(Bench, "conclude", lambda *asked: replace(concluded(*asked), **found))
+    monkeypatch.setattr(Registry, "emulated", lambda *_: ended.append(datetime.now(timezone.utc)) or True)
     row = measured(plans=[WIDE])[0][WIDE]
     assert (row.performance.memory_bytes, row.performance.retained_bytes, row.correctness.leak) == (7, 5, 0.25)
     assert (row.performance.replayed, row.check) == (["call"], check)
+    assert row.emulated
+    assert row.started < ended[-1], "it is when the measurement began"
 
 
 def test_a_time_that_cannot_be_is_an_error_and_a_possible_one_a_share(local_workers, monkeypatch):
@@ -153,6 +157,7 @@ def test_a_time_that_cannot_be_is_an_error_and_a_possible_one_a_share(local_work
         row = measured(plans=[WIDE], line=line)[0][WIDE]
         assert row.status == "error"
         assert "of the device's peak" in row.reason
+        assert (row.check, row.ran.keys()) == ("peak", {"forward"})
         first = dict(line.spent)
         assert set(first) == {"preparing", "timing", "judging"}
         monkeypatch.setitem(PEAK_TFLOPS, lab.environment.device_name, {"bf16": 1e3})
