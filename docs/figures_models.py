@@ -23,7 +23,7 @@ _HEADERS = ("models", "heads", "D", "mask", "length", "forward, 16 bits", "FP8",
 _SUMMARY = ("pass", "layers", "16 bits", '`dtype="fp8"`', "FP8 is faster", "16 bits are faster")
 _MARKUP = re.compile(r"[\\`*_{}\[\]<>|#~&]")
 _LONGEST_REASON = 120
-_TELLING = ("inaccurate", "slower", "refused")  # statuses whose reasons say most of a layer, best first
+_STATUSES = ("inaccurate", "slower", "refused")  # whose reasons are shown, the first that a layer has
 Rows = Mapping[Plan, Measurement]
 Layers = Mapping[AttentionSpec, Sequence[str]]
 
@@ -120,9 +120,9 @@ def _default(rows: Rows, known: Registry) -> Measurement | None:
 
 
 def _why_not(rows: Rows, fp8: bool) -> str:
-    """The shortest reason why no such plan has a time, its first sentence; of a plan that could have had one if any."""
+    """Why no such plan has a time: the first sentence of the shortest reason, by the order of ``_STATUSES``."""
     own = [row for row in rows.values() if row.plan.fp8 == fp8 and row.status != "ok"]
-    first = next((found for status in _TELLING if (found := [row for row in own if row.status == status])), own)
+    first = next((found for status in _STATUSES if (found := [row for row in own if row.status == status])), own)
     reasons = dict.fromkeys(f"{row.status}: {row.reason}" for row in first)
     return _plain(min(reasons, key=len).partition("; ")[0][:_LONGEST_REASON]) if reasons else "not measured"
 

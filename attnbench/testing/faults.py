@@ -382,16 +382,11 @@ FAULTS = (
     Fault("another answer every time", _PLAIN, "ok", _changed("restless", _restless), flag="deterministic"),
     Fault("inputs are changed", _PLAIN, "inaccurate", Spoiling("fp8-spoils"), "inputs"),
     Fault("crash", _PLAIN, "crashed", Dying("fp8-crash", _crash), reason="SIGSEGV"),
-    Fault(
-        "exit",
-        _PLAIN,
-        "crashed",
-        Dying("fp8-exit", _leave),
-        reason="exit code 3; its last output: the library gives up",
-    ),
+    Fault("exit", _PLAIN, "crashed", Dying("fp8-exit", _leave),
+          reason="exit code 3; its last output: the library gives up"),
     Fault("hang", _PLAIN, "timeout", Dying("fp8-hang", _hang), reason="no answer within"),
     Fault("out of memory", _PLAIN, "oom", Dying("fp8-memory", _take_all_memory), reason="memory"),
-)
+)  # fmt: skip
 # What only a GPU shows.
 GPU_FAULTS = (Fault("illegal access", _PLAIN, "crashed", Dying("fp8-access", _spoil_device), reason="CUDA error"),)
 _KERNELS = HONEST, HONEST_BACKWARD, *(fault.kernel for fault in (*FAULTS, *GPU_FAULTS))

@@ -25,8 +25,8 @@ def contending(
 ) -> list[Task]:
     """The tasks; those of plans that cannot win by the tables do not run and have the status ``slower``.
 
-    Torch's default runs all the same, as users know its speed.  With ``fresh`` it does not, the tables are not asked
-    for their own entries of a case, and what they choose is ``required``.
+    Torch's default always runs, because speed-ups are relative to it.  With ``fresh`` it may be left out too, the
+    tables are not asked for their own entries of a case, and what they choose is ``required``.
     """
     tasks = list(tasks)
     plans: dict[Case, list[Plan]] = {}

@@ -58,7 +58,11 @@ def test_a_layer_without_fp8_has_the_reason(tmp_path: Path) -> None:
     refused += [failed_row("te:fp8", "unavailable", "is not installed", FORWARD)]
     _, (_, layer) = page(written(tmp_path, [*SWEEP[:3], *refused]))
     assert layer[6] == "refused: needs | `D` <= *8* <b>x</b>"
-    _, (_, layer) = page(written(tmp_path, [*SWEEP[:3], SWEEP[4], *refused]))
+    untimed = SWEEP[0].performance.model_copy(update={"time_ms": {}, "visits": {}})
+    lost = failed_row("flex:fp8", "slower", "by the tables; " + "x" * 40, FORWARD, performance_=untimed)
+    _, (_, layer) = page(written(tmp_path, [*SWEEP[:3], lost, *refused]))
+    assert layer[6] == "slower: by the tables"
+    _, (_, layer) = page(written(tmp_path, [*SWEEP[:3], SWEEP[4], lost, *refused]))
     assert layer[6] == "inaccurate: beyond 0.12"
     _, (_, layer) = page(written(tmp_path, refused))
     assert layer[5:] == ["not measured", "refused: needs | `D` <= *8* <b>x</b>", "not measured", "not measured"]

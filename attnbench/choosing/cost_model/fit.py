@@ -35,7 +35,7 @@ _OTHER_MASK, _DOUBLE_GROUP = 0.8, 0.95  # the correlation left across masks or a
 # were 0.77 to 1.50 times what was measured; between plans at one batch they differed by 0.09.
 _OTHER_BATCH = 0.9
 _LAW_DEVIATION = 0.15  # of a time from the law that its kernel follows, relative to the time
-_WITHOUT_OPERATIONS = 0.1  # how much less a law is to be believed by which these take no time
+_WITHOUT_OPERATIONS = 0.1  # prior weight of a law in which operations take no time; that of another is 1
 _REPEATED = 0.05  # how well a median is known whose samples hardly scatter: sweeps differ by more than they say
 _LARGEST_SPREAD = 0.3  # an entry that scatters by more counts for next to nothing already
 _SHORTEST = 1e-6  # ms
@@ -92,7 +92,7 @@ class Fit:
         import numpy as np
 
         alike, fixed = covariances
-        self._laws, self._belief = _non_negative(self._parts / np.exp(times)[:, None], _REPEATED / np.sqrt(noise))
+        self._laws, self._law_weights = _non_negative(self._parts / np.exp(times)[:, None], _REPEATED / np.sqrt(noise))
         self._shares = self._share(self._parts)
         covariance = alike + fixed * np.outer(self._shares, self._shares)
         self._inverse = np.linalg.inv(covariance + np.diag(noise))
@@ -105,7 +105,7 @@ class Fit:
         import numpy as np
 
         times = parts[:, None, :] * self._laws
-        share: _Array = times[..., :2].sum(axis=2) / np.maximum(times.sum(axis=2), _SHORTEST) @ self._belief
+        share: _Array = times[..., :2].sum(axis=2) / np.maximum(times.sum(axis=2), _SHORTEST) @ self._law_weights
         return share
 
     def _by_law(self, parts: _Array) -> tuple[_Array, _Array]:
@@ -113,8 +113,8 @@ class Fit:
         import numpy as np
 
         logs = np.log(np.maximum(parts @ self._laws.T, _SHORTEST))
-        mean = logs @ self._belief
-        variance: _Array = (logs - mean[:, None]) ** 2 @ self._belief
+        mean = logs @ self._law_weights
+        variance: _Array = (logs - mean[:, None]) ** 2 @ self._law_weights
         return mean, variance
 
     def predict(self, spec: AttentionSpec) -> tuple[float, float]:
@@ -225,11 +225,11 @@ def _scatter(entry: Entry) -> float:
 
 
 def _non_negative(columns: _Array, weights: _Array) -> tuple[_Array, _Array]:
-    """Weighted least squares with non-negative coefficients (m, 3) of each subset of the columns, whose sum should be
-    1, and how far each is to be believed (m,), in sum 1.
+    """Coefficients (m, 3) of m laws, and the weight of each (m,) in their average.
 
-    Few measurements do not say which terms a time consists of: one alone fits a law of each, and by these a call with
-    eight times the tokens takes as long, or 64 times.
+    A law is the weighted least-squares fit of a subset of the columns, whose sum should be 1; laws with a negative
+    coefficient are left out.  Few measurements fit several: by one alone, a call with eight times the tokens may take
+    as long, or 64 times.
     """
     import numpy as np
 
@@ -246,6 +246,6 @@ def _non_negative(columns: _Array, weights: _Array) -> tuple[_Array, _Array]:
                 laws.append(law)
                 errors.append(float(np.sum((part @ fitted - target) ** 2)))
     found = np.array(laws)
-    belief = np.exp((min(errors) - np.array(errors)) / (2 * _LAW_DEVIATION**2))
-    belief *= np.where(found[:, -1] > 0, 1.0, _WITHOUT_OPERATIONS)
-    return found, belief / belief.sum()
+    likelihoods = np.exp((min(errors) - np.array(errors)) / (2 * _LAW_DEVIATION**2))
+    weighted = likelihoods * np.where(found[:, -1] > 0, 1.0, _WITHOUT_OPERATIONS)
+    return found, weighted / weighted.sum()

@@ -38,7 +38,9 @@ class CostModel:
 
     A call takes the longer of two times: the host's, about the same at every spec (``host``), and the device's.  The
     law of the device, ``launch + bytes / bandwidth + operations / rate`` with non-negative coefficients, is fitted to a
-    plan's entries of one direction and precision.  The residuals on logarithms are a Gaussian process of the spec's
+    plan's entries of one direction and precision.  Where few entries do not tell its terms apart, all laws that fit are
+    averaged, and where they differ the error is larger (Hoeting et al., Bayesian Model Averaging, Statistical Science
+    14, 1999).  The residuals on logarithms are a Gaussian process of the spec's
     sizes: near measured specs the prediction follows them, far away it is the law with a growing error (Rasmussen and
     Williams, Gaussian Processes for Machine Learning, chapter 2; leave-one-out residuals are their equation 5.12).  An
     entry counts as far as the device limited it.

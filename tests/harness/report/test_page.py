@@ -78,23 +78,16 @@ def test_a_plan_that_lost_a_race_is_not_chosen_by_its_error_at_other_shapes():
     assert made.speed(Plan.parse("flex:bf16")) == 1
 
 
-def test_of_several_sweeps_the_newest_row_of_a_plan_counts():
-    old, new = row("fa3:bf16", 1.0), at_later_time(row("fa3:bf16", 3.0))
-    for order in ({"a": [old], "b": [new]}, {"b": [new], "a": [old]}):
-        (made,) = machines_of(order, registry())
-        assert made.cases[0].times[old.plan] == pytest.approx(3.0, rel=0.01)
-        assert sum(made.cases[0].sources.values()) == 1
-
-
-@pytest.mark.parametrize("timed", [True, False])
-def test_a_newer_race_that_a_plan_lost_replaces_no_measurement(timed):
-    """As in the table that a choice is made by: without its row the page had no time for what it chose."""
-    old = row("fa3:bf16", 1.0)
-    times = old.performance if timed else old.performance.model_copy(update={"time_ms": {}, "visits": {}})
-    newer = at_later_time(failed_row("fa3:bf16", "slower", "slower than te:fp8", performance_=times))
-    for order in ({"a": [old], "b": [newer]}, {"b": [newer], "a": [old]}):
-        (made,) = machines_of(order, registry())
-        assert made.cases[0].speed(made.cases[0].answer.plan) == 1
+def test_of_several_sweeps_the_newest_row_counts_unless_its_plan_lost_a_race():
+    """Which the table does not choose by either: the page had no time for what it chose."""
+    old, new = row("fa3:bf16", 1.0), row("fa3:bf16", 3.0)
+    predicted = old.performance.model_copy(update={"time_ms": {}, "visits": {}})
+    lost = [failed_row("fa3:bf16", "slower", "lost", performance_=each) for each in (new.performance, predicted)]
+    for newer, expected in ((new, 3.0), *((each, 1.0) for each in lost)):
+        for sweeps in ([old], [at_later_time(newer)]), ([at_later_time(newer)], [old]):
+            (made,) = machines_of(dict(zip("ab", sweeps, strict=True)), registry())
+            assert made.cases[0].times[made.cases[0].answer.plan] == pytest.approx(expected, rel=0.01)
+            assert sum(made.cases[0].sources.values()) == 1
 
 
 def test_machines_that_cannot_be_compared_are_distinguished_and_a_new_commit_is_none():
