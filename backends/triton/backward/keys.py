@@ -173,6 +173,7 @@ def key_gradients(
     after,
     cap,
     group: tl.constexpr,
+    shares: tl.constexpr,
     block_m: tl.constexpr,
     block_n: tl.constexpr,
     head_dim: tl.constexpr,
@@ -193,8 +194,9 @@ def key_gradients(
     stages: tl.constexpr,
     aligned: tl.constexpr,
 ):
-    """dK (B, Hkv, Skv, D) and dV (B, Hkv, Skv, Dv), contiguous, of one block of keys of one key head.
+    """dK (B, Hkv · shares, Skv, D) and dV of one block of keys and ``group`` query heads of a key head, contiguous.
 
+    A key head has ``shares`` times as many query heads, whose dK and dV are to be summed (``shares.summed``).
     ``of_k`` and ``of_v``: which of the two.  Wide heads take one kernel for each, because the sums of both fill the
     registers; S is then computed twice, and each kernel keeps twice as many keys.  ``rest``: columns of Q and K behind
     ``head_dim``, if the two are not one power of two; for those are descriptors of their own.
@@ -203,7 +205,8 @@ def key_gradients(
     that have lengths of their own, or None.  With it all that is laid out has slots, and ``aligned`` says that a
     sequence's ``after`` is larger, and ``before`` smaller, by its keys less its queries.
     """
-    block, kv_head = block_and_head()
+    block, share = block_and_head()
+    kv_head = share // shares
     if tiles is None:
         n = block * block_n
         batch, own = (kv_head // kv_heads).to(tl.int64), (kv_head % kv_heads).to(tl.int64)
@@ -217,7 +220,7 @@ def key_gradients(
         k_first = kv_head * padded_kv + tl.load(tiles + 7)
         k_descale += k_start.to(tl.int64) * (k_token if k_varies else 1)
         v_descale += k_start.to(tl.int64) * (v_token if v_varies else 1)
-        first_row = (batch * kv_heads + kv_head) * seqlen_kv + k_start
+        first_row = (batch * kv_heads * shares + share) * seqlen_kv + k_start
         seqlen_q, seqlen_kv = tl.load(tiles + 3), tl.load(tiles + 5)
         if aligned:
             before -= seqlen_kv - seqlen_q
@@ -259,7 +262,7 @@ def key_gradients(
     if not k_varies:
         factor *= k_own
     for member in range(group):
-        head = kv_head * group + member
+        head = share * group + member
         if not q_varies:
             # dK so far is in units of the last head's descale.
             following = tl.load(rows + 2 * plane + head.to(tl.int64) * padded_q + q_slot)
@@ -294,7 +297,7 @@ def key_gradients(
         unscaled *= v_own
     if tiles is not None:  # keys that no query asks for may hold anything, and their descale too
         unscaled = tl.where(seqlen_q > 0, unscaled, 0.0)
-    row = kv_head.to(tl.int64) * seqlen_kv + key if tiles is None else first_row + key
+    row = share.to(tl.int64) * seqlen_kv + key if tiles is None else first_row + key
     if of_k:
         pitch: tl.constexpr = head_dim + rest
         store_turned(dk_out, dk, unscaled, turn, row, real, size, block_n, head_dim, 0, pitch, rotated)

@@ -25,6 +25,7 @@ from .layout import BLOCK, LOG2E, PEAK
 from .operands import Layout, Prepared
 from .plan import prepared
 from .queries import query_gradients
+from .shares import shares_of, summed
 from .sums import ROWS, finish_query_gradients
 from .tiles import Tile, Tiles
 
@@ -39,15 +40,16 @@ def run_keys(
     given: Prepared, tile: Tile, narrow: bool, dtype: torch.dtype, values: Tile | None = None
 ) -> tuple[Tensor, Tensor]:
     """dK (B, Hkv, Skv, D) and dV (B, Hkv, Skv, Dv); with ``values`` by a kernel each, dV's with that tile."""
-    layout = given.layout
-    dk_out, dv_out = _for_keys(layout, dtype, given.gradient.rows.device)
+    layout, device = given.layout, given.gradient.rows.device
     if tile.hopper is not None and layout.served:
+        dk_out, dv_out = _for_keys(layout, dtype, device)
         hopper.run_keys(given, tile.hopper, narrow, dk_out, dv_out)
         return dk_out, dv_out
+    dk_out, dv_out = _for_keys(layout, dtype, device, _shares_plain(layout, tile))
     if values is not None:
         _run_keys_plain(given, values, narrow, dk_out, dv_out, "v")
     _run_keys_plain(given, tile, narrow, dk_out, dv_out, "kv" if values is None else "k")
-    return dk_out, dv_out
+    return summed(dk_out, layout.spec.kv_heads), summed(dv_out, layout.spec.kv_heads)
 
 
 def _run_keys_plain(given: Prepared, tile: Tile, narrow: bool, dk_out: Tensor, dv_out: Tensor, of: _Of) -> None:
@@ -75,7 +77,7 @@ def _for_keys_plain(
 ) -> tuple[tuple[Described, ...], Launch]:
     """The part of the plain kernel's launch that does not depend on memory; ``of``: which gradients it makes."""
     spec, extent = layout.spec, layout.extent
-    m, n, dv = tile.block_m, tile.block_n, layout.head_dim_v
+    m, n, dv, shares = tile.block_m, tile.block_n, layout.head_dim_v, _shares_plain(layout, tile)
     described = (
         *_both(layout, layout.q, m), _tiled(layout.do, m), *_both(layout, layout.k, n), _tiled(layout.v, n),
         *_both(layout, layout.q, m, narrow), _across(layout.do, m) if narrow else _tiled(layout.do, m),
@@ -85,11 +87,16 @@ def _for_keys_plain(
         spec.kv_heads, extent.seqlen_q, extent.seqlen_kv, layout.padded_q, layout.padded_kv,
         spec.head_dim, spec.head_dim_v, layout.scale, layout.exponent, layout.before, layout.after,
         spec.softcap * LOG2E,
-        spec.group, m, n, layout.head_dim, layout.rest, dv, "k" in of, "v" in of, *layout.kinds, narrow, PEAK, BLOCK,
-        tile.stages, layout.aligned,
+        spec.group // shares, shares, m, n, layout.head_dim, layout.rest, dv, "k" in of, "v" in of, *layout.kinds,
+        narrow, PEAK, BLOCK, tile.stages, layout.aligned,
     )  # fmt: skip
-    grid = extent.tiles("kv", n), extent.entries * spec.kv_heads, 1
+    grid = extent.tiles("kv", n), extent.entries * spec.kv_heads * shares, 1
     return described, _KEYS(grid, constants, (dtype, extent.sequences is None), num_warps=tile.warps)
+
+
+def _shares_plain(layout: Layout, tile: Tile) -> int:
+    extent = layout.extent
+    return shares_of(layout.spec, extent.tiles("kv", tile.block_n) * extent.entries * layout.spec.kv_heads)
 
 
 def run_all(given: Prepared, sums: Tensor | Piece, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -99,15 +106,16 @@ def run_all(given: Prepared, sums: Tensor | Piece, dtype: torch.dtype) -> tuple[
     dQ differs from run to run: programs add to it in no order, and every sum is rounded to bf16.
     """
     layout, device = given.layout, sums.device
-    dk_out, dv_out = _for_keys(layout, dtype, device)
+    dk_out, dv_out = _for_keys(layout, dtype, device, hopper.shares_for_all(layout))
     hopper.run_all(given, sums, dk_out, dv_out)
+    dk, dv = summed(dk_out, layout.spec.kv_heads), summed(dv_out, layout.spec.kv_heads)
     if layout.summed_in_place:
         assert isinstance(sums, Tensor), "what is returned has memory of its own"
-        return sums, dk_out, dv_out
+        return sums, dk, dv
     dq_out = _for_queries(layout, dtype, device)
     memory = sums, given.turn, dq_out, given.tiles("q", ROWS)
     _finishing(layout, dtype).on(device, memory)
-    return dq_out, dk_out, dv_out
+    return dq_out, dk, dv
 
 
 @lru_cache(maxsize=KEPT)
@@ -118,10 +126,11 @@ def _finishing(layout: Layout, dtype: torch.dtype) -> Launch:
     return _FINISH(grid, constants, (dtype, extent.sequences is None), num_warps=4)
 
 
-def _for_keys(layout: Layout, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Memory for dK and dV."""
+def _for_keys(layout: Layout, dtype: torch.dtype, device: torch.device, shares: int = 1) -> tuple[Tensor, Tensor]:
+    """Memory for dK and dV of each share."""
     make = torch.zeros if layout.gaps else torch.empty
-    _, dk, dv = layout.gradients
+    (batch, heads, tokens, size), (*_, size_v) = layout.gradients[1:]
+    dk, dv = ((batch, heads * shares, tokens, each) for each in (size, size_v))
     return make(dk, dtype=dtype, device=device), make(dv, dtype=dtype, device=device)
 
 

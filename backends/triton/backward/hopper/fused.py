@@ -80,12 +80,13 @@ def _sequence(tiles, before, after, aligned: gl.constexpr):
 
 @gluon.jit
 def _load(
-    given, tiles, group: gl.constexpr, block_m: gl.constexpr, left: gl.constexpr, right: gl.constexpr,
-    rotated: gl.constexpr, aligned: gl.constexpr, keys_in_place: gl.constexpr,
+    given, tiles, group: gl.constexpr, shares: gl.constexpr, block_m: gl.constexpr, left: gl.constexpr,
+    right: gl.constexpr, rotated: gl.constexpr, aligned: gl.constexpr, keys_in_place: gl.constexpr,
 ):  # fmt: skip
     """Brings K and V of the program's keys, then block after block of the queries that see one of them."""
     seqlen_q, seqlen_kv, before, after = given.seqlen_q, given.seqlen_kv, given.before, given.after
-    block, kv_head = block_and_head()
+    block, share = block_and_head()
+    kv_head = share // shares
     first_key = block * (CONSUMERS * ROWS)
     key_row, q_slot = kv_head * given.padded_kv, 0
     if tiles is not None:
@@ -101,7 +102,7 @@ def _load(
     first, blocks = span[0], span[3]
     turns = 0
     for member in range(group):
-        row = (kv_head * group + member) * given.padded_q + q_slot + first
+        row = (share * group + member) * given.padded_q + q_slot + first
         for _step in range(blocks):
             slot, phase = turns & 1, (turns >> 1) & 1 ^ 1
             # The slot's last block has its dS: nothing reads its e4m3 tiles any more.
@@ -134,8 +135,8 @@ def _query_product(score_grads, wide_keys, which: gl.constexpr, layout: gl.const
 
 @gluon.jit
 def _sum_up(
-    which: gl.constexpr, given, tiles, group: gl.constexpr, block_m: gl.constexpr, left: gl.constexpr,
-    right: gl.constexpr, ragged: gl.constexpr, rotated: gl.constexpr, aligned: gl.constexpr,
+    which: gl.constexpr, given, tiles, group: gl.constexpr, shares: gl.constexpr, block_m: gl.constexpr,
+    left: gl.constexpr, right: gl.constexpr, ragged: gl.constexpr, rotated: gl.constexpr, aligned: gl.constexpr,
     keys_in_place: gl.constexpr, dq_in_place: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of 64 keys, and half the columns of what 128 keys add to dQ."""
@@ -150,12 +151,13 @@ def _sum_up(
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, part, 16])
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, head_dim, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, head_dim_v, 16])
-    block, kv_head = block_and_head()
+    block, share = block_and_head()
+    kv_head = share // shares
     first_key = block * (CONSUMERS * ROWS)
     q_slot = 0
     queries, dq_top = seqlen_q, 0
     if tiles is None:
-        at = kv_head.to(gl.int64) * seqlen_kv
+        at = share.to(gl.int64) * seqlen_kv
         batch, own = (kv_head // given.kv_heads).to(gl.int64), kv_head % given.kv_heads
         k_place = given.k_descale + batch * given.k_batch + own * given.k_head
     else:
@@ -166,7 +168,7 @@ def _sum_up(
         seqlen_q = gl.maximum(queries, 1)
         if dq_in_place:
             dq_top = (batch * given.kv_heads + kv_head) * stored_q + q_start
-        at = (batch.to(gl.int64) * given.kv_heads + kv_head) * stored + k_start
+        at = (batch.to(gl.int64) * given.kv_heads * shares + share) * stored + k_start
         # Descales of a sequence have the places of its tokens, one behind the other; the last may have none.
         k_place = (
             given.k_descale
@@ -204,7 +206,7 @@ def _sum_up(
     s = warpgroup_mma_wait(0, [s])
     mbarrier.wait(given.wide.index(0), 0)
     for member in range(group):
-        following = gl.load(given.row_values + 2 * given.plane + (kv_head * group + member) * given.padded_q + q_slot)
+        following = gl.load(given.row_values + 2 * given.plane + (share * group + member) * given.padded_q + q_slot)
         change = q_own / following
         q_own = following
         own_factor = factor * q_own
@@ -212,7 +214,7 @@ def _sum_up(
             slot, phase = turns & 1, (turns >> 1) & 1
             other, other_phase = slot ^ 1, ((turns - 1) >> 1) & 1
             start = first + step * block_m
-            row = (kv_head * group + member) * given.padded_q + q_slot + start
+            row = (share * group + member) * given.padded_q + q_slot + start
             # Early: it comes from memory, though it is the same for the next block or was for the last.
             grad_factor = gl.load(given.factors + (row >> _SHARED))
             dp = transposed_product(v_tile, given.grads.index(slot), block_m, s_layout)
@@ -288,11 +290,13 @@ def all_gradients_hopper(
     q, do, k, v, q_wide, do_wide, rows, turn, dq_sums, row_values, factors, k_descale, dk_out, dv_out, tiles,
     k_batch, k_head, kv_heads, seqlen_q, seqlen_kv, padded_q, padded_kv, plane, size, size_v,
     exponent, before, after,
-    group: gl.constexpr, left: gl.constexpr, right: gl.constexpr, ragged: gl.constexpr, rotated: gl.constexpr,
-    registers: gl.constexpr, aligned: gl.constexpr, keys_in_place: gl.constexpr, dq_in_place: gl.constexpr,
+    group: gl.constexpr, shares: gl.constexpr, left: gl.constexpr, right: gl.constexpr, ragged: gl.constexpr,
+    rotated: gl.constexpr, registers: gl.constexpr, aligned: gl.constexpr, keys_in_place: gl.constexpr,
+    dq_in_place: gl.constexpr,
 ):  # fmt: skip
-    """dK (B, Hkv, Skv, D) and dV (B, Hkv, Skv, Dv), contiguous, of 128 keys of one key head, and their part of dQ.
+    """dK (B, Hkv · shares, Skv, D) and dV of 128 keys and ``group`` query heads of a key head, and their part of dQ.
 
+    A key head has ``shares`` times as many query heads, whose dK and dV are to be summed (``shares.summed``).
     ``dq_sums`` in bf16 is added to: dQ, rotated if Q was, (B·H, padded Sq, padded D) or as it is returned.  ``factors``
     turn dO·v of the e4m3 numbers into the units of delta, in which dQ is dS · K of the e4m3 numbers.  ``ragged``: the
     last program's keys are fewer.  ``tiles``: the table of sequences that have lengths of their own, or None.  With it
@@ -357,12 +361,14 @@ def all_gradients_hopper(
     gl.warp_specialize(
         [
             (_sum_up, (
-                0, given, tiles, group, block_m, left, right, ragged, rotated, aligned, keys_in_place, dq_in_place
+                0, given, tiles, group, shares, block_m, left, right, ragged, rotated, aligned, keys_in_place,
+                dq_in_place,
             )),
             (_sum_up, (
-                1, given, tiles, group, block_m, left, right, ragged, rotated, aligned, keys_in_place, dq_in_place
+                1, given, tiles, group, shares, block_m, left, right, ragged, rotated, aligned, keys_in_place,
+                dq_in_place,
             )),
-            (_load, (given, tiles, group, block_m, left, right, rotated, aligned, keys_in_place)),
+            (_load, (given, tiles, group, shares, block_m, left, right, rotated, aligned, keys_in_place)),
         ],
         [4, 1],
         [registers, 24],

@@ -19,9 +19,10 @@ from ...launching import Launch, Launches
 from ..copies import padded
 from ..layout import BLOCK, PEAK, VECTORS
 from ..operands import Layout, Prepared
+from ..shares import shares_of
 from ..tiles import Ring
 
-__all__ = ["KEPT", "MOST_SUMMED", "adds", "run_all", "run_keys", "run_queries", "serves"]
+__all__ = ["KEPT", "MOST_SUMMED", "adds", "run_all", "run_keys", "run_queries", "serves", "shares_for_all"]
 
 KEPT = 128  # keys (or queries) that a program keeps: 64 for each of two warpgroups
 # Keys of the fused kernel, which rounds dQ's sums to bf16 at the addition of every 128.  Its error is as random steps
@@ -84,8 +85,13 @@ def _keys(layout: Layout, ring: Ring, narrow: bool, dtype: torch.dtype) -> tuple
     return tiles, _launches("keys", narrow)(grid, constants, alike, **_options())
 
 
+def shares_for_all(layout: Layout) -> int:
+    """By how many programs the fused kernel has a key head's query heads."""
+    return shares_of(layout.spec, layout.extent.tiles("kv", KEPT) * layout.extent.entries * layout.spec.kv_heads)
+
+
 def run_all(given: Prepared, dq_sums: Tensor | Piece, dk_out: Tensor, dv_out: Tensor) -> None:
-    """Adds to dQ's sums, in bf16, and writes dK and dV, on the current stream."""
+    """Adds to dQ's sums, in bf16, and writes each share's dK and dV, on the current stream."""
     do, rows = given.gradient.laid, given.gradient.rows
     tiles, start = _all(given.layout, dk_out.dtype)
     tiled = (
@@ -108,16 +114,16 @@ def _all(layout: Layout, dtype: torch.dtype) -> tuple[tuple[Described, ...], Lau
         _pieces(layout, queries), _turning(layout, narrow=False), _halves(layout.sums, queries),
     )  # fmt: skip
     extent = layout.extent
-    unequal = extent.sequences is not None
+    unequal, shares = extent.sequences is not None, shares_for_all(layout)
     constants = (
         *layout.k_steps[:2],
         spec.kv_heads, extent.seqlen_q, extent.seqlen_kv, layout.padded_q, layout.padded_kv, layout.plane,
-        spec.head_dim, spec.head_dim_v, layout.exponent, layout.before, layout.after, spec.group,
+        spec.head_dim, spec.head_dim_v, layout.exponent, layout.before, layout.after, spec.group // shares, shares,
         *layout.edges, unequal or spec.seqlen_kv % KEPT != 0, *_ends(layout, narrow=False), layout.aligned,
         layout.keys_in_place, unequal and layout.summed_in_place,
     )  # fmt: skip
     alike = dtype, layout.head_dim, layout.head_dim_v, unequal
-    grid = extent.tiles("kv", KEPT), extent.entries * spec.kv_heads, 1
+    grid = extent.tiles("kv", KEPT), extent.entries * spec.kv_heads * shares, 1
     return tiles, _launches("all", narrow=False)(grid, constants, alike, **_options())
 
 

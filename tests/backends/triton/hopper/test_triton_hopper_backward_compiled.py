@@ -44,7 +44,7 @@ def sources(kernels):
 def _kernel(kind: str, head_dim: int, ring: Ring, narrow: bool = False, **more: object) -> tuple[object, ...]:
     even, most = forward_hopper_launch.registers()
     constants: dict[str, object] = {"left": False, "right": False, "rotated": False, "registers": most}
-    constants |= {"tiles": None, "aligned": False} if kind == "all" else {"stages": ring.stages}
+    constants |= {"tiles": None, "aligned": False, "shares": 1} if kind == "all" else {"stages": ring.stages}
     constants |= {} if kind == "keys" else {"ragged": False}
     constants |= {} if kind == "queries" else {"group": 1}
     constants |= more | ({"shared": BLOCK, "peak": PEAK} if narrow else {})
@@ -92,7 +92,7 @@ OTHERS = (
     _kernel("keys", 64, Ring(64, 4), True, right=True, left=True, group=4),
     _kernel("keys", 128, Ring(64, 3), right=True, rotated=True, group=4),
     _kernel("queries", 128, Ring(64, 4), True, right=True, rotated=True),
-    _kernel("all", 128, Ring(64, 2), right=True, rotated=True, group=4),
+    _kernel("all", 128, Ring(64, 2), right=True, rotated=True, group=2, shares=2),
     _kernel("keys", 128, Ring(64, 4)),
     _kernel("queries", 128, Ring(64, 6), left=True, right=True, ragged=True, rotated=True),
     _kernel("keys", 128, Ring(64, 5), True, rotated=True),
