@@ -81,7 +81,7 @@ def _turned_about(x, row, inside, job, dim: tl.constexpr, width: tl.constexpr):
     chunk: tl.constexpr = min(_CHUNK, width)
     total = tl.zeros([row.shape[0], width], tl.float32)
     out = tl.arange(0, width)
-    for start in tl.static_range(0, width, chunk):
+    for start in tl.static_range(0, dim, chunk):
         k = start + tl.arange(0, chunk)
         place = _places(job, row, k)
         a = tl.load(x + place, inside[:, None] & (k < dim)[None, :], 0.0)
