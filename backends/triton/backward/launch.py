@@ -45,7 +45,7 @@ def run_keys(
         dk_out, dv_out = _for_keys(layout, dtype, device)
         hopper.run_keys(given, tile.hopper, narrow, dk_out, dv_out)
         return dk_out, dv_out
-    dk_out, dv_out = _for_keys(layout, dtype, device, _shares_plain(layout, tile))
+    dk_out, dv_out = _for_keys(layout, dtype, device, shares_of(layout, tile.block_n))
     if values is not None:
         _run_keys_plain(given, values, narrow, dk_out, dv_out, "v")
     _run_keys_plain(given, tile, narrow, dk_out, dv_out, "kv" if values is None else "k")
@@ -54,7 +54,8 @@ def run_keys(
 
 def _run_keys_plain(given: Prepared, tile: Tile, narrow: bool, dk_out: Tensor, dv_out: Tensor, of: _Of) -> None:
     do, rows = given.gradient.laid, given.gradient.rows
-    described, start = _for_keys_plain(given.layout, tile, narrow, dk_out.dtype, of)
+    shares = dk_out.shape[1] // given.layout.spec.kv_heads
+    described, start = _for_keys_plain(given.layout, tile, narrow, dk_out.dtype, of, shares)
     q_more, do_more = given.q.further(narrow, interleaved=False), do.further(narrow, interleaved=False)
     q, k = given.q.data, given.k.data
     tiled = q, q, do.data, k, k, given.v.data, q_more, q_more, do_more
@@ -73,11 +74,11 @@ def _run_keys_plain(given: Prepared, tile: Tile, narrow: bool, dk_out: Tensor, d
 
 @lru_cache(maxsize=KEPT)
 def _for_keys_plain(
-    layout: Layout, tile: Tile, narrow: bool, dtype: torch.dtype, of: _Of
+    layout: Layout, tile: Tile, narrow: bool, dtype: torch.dtype, of: _Of, shares: int
 ) -> tuple[tuple[Described, ...], Launch]:
     """The part of the plain kernel's launch that does not depend on memory; ``of``: which gradients it makes."""
     spec, extent = layout.spec, layout.extent
-    m, n, dv, shares = tile.block_m, tile.block_n, layout.head_dim_v, _shares_plain(layout, tile)
+    m, n, dv = tile.block_m, tile.block_n, layout.head_dim_v
     described = (
         *_both(layout, layout.q, m), _tiled(layout.do, m), *_both(layout, layout.k, n), _tiled(layout.v, n),
         *_both(layout, layout.q, m, narrow), _across(layout.do, m) if narrow else _tiled(layout.do, m),
@@ -94,11 +95,6 @@ def _for_keys_plain(
     return described, _KEYS(grid, constants, (dtype, extent.sequences is None), num_warps=tile.warps)
 
 
-def _shares_plain(layout: Layout, tile: Tile) -> int:
-    extent = layout.extent
-    return shares_of(layout.spec, extent.tiles("kv", tile.block_n) * extent.entries * layout.spec.kv_heads)
-
-
 def run_all(given: Prepared, sums: Tensor | Piece, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """dQ (B, H, Sq, D), dK (B, Hkv, Skv, D) and dV (B, Hkv, Skv, Dv) by the fused kernel.
 
@@ -106,7 +102,7 @@ def run_all(given: Prepared, sums: Tensor | Piece, dtype: torch.dtype) -> tuple[
     dQ differs from run to run: programs add to it in no order, and every sum is rounded to bf16.
     """
     layout, device = given.layout, sums.device
-    dk_out, dv_out = _for_keys(layout, dtype, device, hopper.shares_for_all(layout))
+    dk_out, dv_out = _for_keys(layout, dtype, device, shares_of(layout, hopper.KEPT))
     hopper.run_all(given, sums, dk_out, dv_out)
     dk, dv = summed(dk_out, layout.spec.kv_heads), summed(dv_out, layout.spec.kv_heads)
     if layout.summed_in_place:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import triton
 import triton.language as tl
 
-__all__ = ["AT_ONCE", "block_and_head"]
+__all__ = ["AT_ONCE", "block_and_head", "in_order"]
 
 AT_ONCE = tl.constexpr(128)  # programs, each with a Hopper multiprocessor to itself: an H100 and an H200 have 132
 
@@ -25,3 +27,11 @@ def block_and_head():
     width = tl.minimum(section, heads - before)
     number -= before * blocks
     return number // width, before + number % width
+
+
+def in_order(blocks: int, heads: int) -> Iterator[int]:
+    """The block of each program, in the order in which they start."""
+    section = max(AT_ONCE.value // blocks, 1)
+    for before in range(0, heads, section):
+        for block in range(blocks):
+            yield from [block] * min(section, heads - before)

@@ -1,30 +1,63 @@
-"""How many programs share a block of keys: where key heads are few, each has part of a key head's query heads."""
+"""How many programs share a key head's query heads, where key heads are so few that a GPU would wait for the longest.
+
+A program has a block of keys and, one after another, the query heads of their key head.  Under a causal mask the first
+keys' program takes twice as long as the mean, with a window the last ones' take less.  With few key heads there are too
+few programs for a GPU to even that out.
+"""
 
 from __future__ import annotations
 
+import heapq
+from functools import lru_cache
+
 from torch import Tensor
 
-from attnbench.problem.spec import AttentionSpec
-
-from .place import AT_ONCE
+from ..launching import KEPT
+from .operands import Layout
+from .place import AT_ONCE, in_order
 
 __all__ = ["shares_of", "summed"]
 
-# Times as many programs as a GPU runs at once.  Under a causal mask the first keys' programs take twice as long as the
-# mean, and more of them are needed so that none is waited for.
-_ENOUGH, _ENOUGH_CAUSAL = 2, 4
-_LEAST = 4096  # queries of a share, over all its heads: with fewer the sum over shares costs more than they save
+# In queries, each with a program's block of keys, which is what a program's time is measured in here.
+_START = 256  # of a program, with what it loads and writes at its end
+_WRITE = 512  # more where the gradients of shares are written, to be read again
+_SUMS = 2048  # the kernels that sum them
+_EVEN = 4 * AT_ONCE.value  # so many programs leave little to even out
+_ENOUGH = 1.05  # times the shortest time
 
 
-def shares_of(spec: AttentionSpec, programs: int) -> int:
-    """The least number of shares, a divisor of the group, with which ``programs`` of a whole group become enough."""
-    enough = AT_ONCE.value * (_ENOUGH if spec.mask.right is None else _ENOUGH_CAUSAL)
-    possible = [
-        each
-        for each in range(1, spec.group + 1)
-        if spec.group % each == 0 and spec.group // each * spec.seqlen_q >= _LEAST
-    ]
-    return next((each for each in possible if programs * each >= enough), max(possible, default=1))
+@lru_cache(maxsize=KEPT)
+def shares_of(layout: Layout, block: int) -> int:
+    """The fewest shares of nearly the shortest time, for a kernel whose programs have ``block`` keys each.
+
+    Sequences of unequal length are taken to be as long as the longest.
+    """
+    spec, extent = layout.spec, layout.extent
+    programs = extent.tiles("kv", block) * extent.entries * spec.kv_heads
+    if spec.group == 1 or programs >= _EVEN:
+        return 1
+    queries = [_queries(layout, key, min(key + block, spec.seqlen_kv)) for key in range(0, spec.seqlen_kv, block)]
+    heads = -(-programs // len(queries))
+    divisors = [each for each in range(1, spec.group + 1) if spec.group % each == 0]
+    times = {each: _time(queries, heads, spec.group, each) for each in divisors}
+    return next(each for each, time in times.items() if time <= _ENOUGH * min(times.values()))
+
+
+def _queries(layout: Layout, key: int, end: int) -> int:
+    """How many queries see one of the keys from ``key`` to before ``end``."""
+    left, right = layout.edges
+    first = max(key - layout.after, 0) if right else 0
+    last = min(end + layout.before, layout.spec.seqlen_q) if left else layout.spec.seqlen_q
+    return max(last - first, 0)
+
+
+def _time(queries: list[int], heads: int, group: int, shares: int) -> float:
+    """Until all programs, each of which starts where the first before it ends, and the sums are done."""
+    more = _START if shares == 1 else _START + _WRITE
+    ends = [0.0] * AT_ONCE.value
+    for block in in_order(len(queries), heads * shares):
+        heapq.heapreplace(ends, ends[0] + queries[block] * group / shares + more)
+    return max(ends) + (0 if shares == 1 else _SUMS)
 
 
 def summed(x: Tensor, kv_heads: int) -> Tensor:

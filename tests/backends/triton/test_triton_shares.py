@@ -16,12 +16,15 @@ from attnbench.backends.triton.interpreter import interpreted
 if not interpreted():
     pytest.skip("kernels are compiled here", allow_module_level=True)
 
+import triton
+import triton.language as tl
 from hopper_backward import on_cpu
 
 from attnbench.backends.triton import TritonForward
-from attnbench.backends.triton.backward import launch, shares
+from attnbench.backends.triton.backward import launch, place
 from attnbench.backends.triton.backward.contract import KERNELS, TritonBackward
-from attnbench.backends.triton.backward.hopper import launch as hopper_launch
+from attnbench.backends.triton.backward.operands import Layout
+from attnbench.backends.triton.backward.shares import shares_of
 from attnbench.backends.triton.backward.tiles import Ring, Tile, Tiles
 
 HEAD = Recipe("head")
@@ -36,14 +39,9 @@ ALLOWED = {FUSED: 0.02, PLAIN: 0.01, E4M3_SUMS: 0.1}
 
 @pytest.fixture(params=[2, 3])
 def share(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """So many shares of each group; launches that were made before have another number."""
-    for module in (launch, hopper_launch):
-        monkeypatch.setattr(module, "shares_of", lambda spec, programs: request.param)
-    for kept in (hopper_launch._all, launch._for_keys_plain):
-        kept.cache_clear()
-    yield request.param
-    for kept in (hopper_launch._all, launch._for_keys_plain):
-        kept.cache_clear()
+    """So many shares of each group."""
+    monkeypatch.setattr(launch, "shares_of", lambda layout, block: request.param)
+    return request.param
 
 
 @pytest.mark.parametrize("kernel", ALLOWED, ids=["fused", "plain", "e4m3 sums"])
@@ -72,25 +70,43 @@ def test_gradients_of_shares_in_sequences_of_unequal_length(
             assert (x - y).float().norm() <= 0.01 * y.float().norm()
 
 
-def spec_of(heads: int, kv_heads: int, seqlen: int, mask: Mask) -> AttentionSpec:
-    return AttentionSpec.make(
-        batch=1, heads=heads, kv_heads=kv_heads, seqlen_q=seqlen, head_dim=128, mask=mask, direction="training"
-    )
+CAUSAL = Mask(right=0)
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "seqlen", "mask", "programs", "expected"),
-    [
-        (32, 8, 16384, Mask(right=0), 1024, 1),  # enough programs as it is
-        (8, 1, 8192, Mask(right=0), 64, 8),
-        (8, 1, 8192, Mask(), 64, 4),
-        (12, 2, 8192, Mask(right=0), 200, 3),  # a divisor of the group
-        (4, 1, 1024, Mask(right=0), 8, 1),  # too little to do
-        (4, 1, 2048, Mask(right=0), 16, 2),
-        (16, 16, 1024, Mask(right=0), 128, 1),  # nothing to share
+    ("batch", "heads", "kv_heads", "seqlen", "mask", "expected"),
+    [  # the fewest of nearly the shortest time that an H200 took, but for the last three
+        (1, 16, 1, 8192, CAUSAL, 4),  # 64 programs, whose mean takes half as long as the longest
+        (2, 16, 1, 8192, CAUSAL, 2),
+        (1, 32, 2, 8192, CAUSAL, 2),
+        (2, 32, 2, 8192, CAUSAL, 1),  # 256 programs: while the longest runs, another has two short ones
+        (2, 32, 2, 8192, Mask(), 1),
+        (1, 32, 2, 8192, Mask(), 1),  # 128 programs of the same time
+        (1, 14, 2, 8192, CAUSAL, 7),  # a divisor of the group
+        (2, 24, 2, 8192, Mask(left=4095, right=0), 2),
+        (1, 8, 8, 8192, CAUSAL, 1),  # nothing to share
+        (1, 4, 1, 128, CAUSAL, 1),  # the sums would take longer than they save
+        (64, 32, 8, 8192, CAUSAL, 1),
     ],
 )
-def test_a_group_is_shared_where_programs_are_few_and_long(
-    heads: int, kv_heads: int, seqlen: int, mask: Mask, programs: int, expected: int
+def test_a_group_is_shared_where_the_longest_program_would_be_waited_for(
+    batch: int, heads: int, kv_heads: int, seqlen: int, mask: Mask, expected: int
 ) -> None:
-    assert shares.shares_of(spec_of(heads, kv_heads, seqlen, mask), programs) == expected
+    spec = AttentionSpec.make(
+        batch=batch, heads=heads, kv_heads=kv_heads, seqlen_q=seqlen, head_dim=128, mask=mask, direction="training"
+    )
+    one = (1, 1, 1, 1), (0, 0, 0, 0)
+    assert shares_of(Layout(spec, False, True, (one,) * 3), 128) == expected
+
+
+@pytest.mark.parametrize(("blocks", "heads"), [(64, 5), (1, 3), (200, 2), (48, 7)])
+def test_the_order_of_programs_is_the_kernels(blocks: int, heads: int) -> None:
+    found = torch.full((blocks * heads,), -1, dtype=torch.int32)
+    _blocks_in_order[blocks, heads](found)
+    assert found.tolist() == list(place.in_order(blocks, heads))
+
+
+@triton.jit
+def _blocks_in_order(out):
+    block, _ = place.block_and_head()
+    tl.store(out + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), block)

@@ -19,10 +19,9 @@ from ...launching import Launch, Launches
 from ..copies import padded
 from ..layout import BLOCK, PEAK, VECTORS
 from ..operands import Layout, Prepared
-from ..shares import shares_of
 from ..tiles import Ring
 
-__all__ = ["KEPT", "MOST_SUMMED", "adds", "run_all", "run_keys", "run_queries", "serves", "shares_for_all"]
+__all__ = ["KEPT", "MOST_SUMMED", "adds", "run_all", "run_keys", "run_queries", "serves"]
 
 KEPT = 128  # keys (or queries) that a program keeps: 64 for each of two warpgroups
 # Keys of the fused kernel, which rounds dQ's sums to bf16 at the addition of every 128.  Its error is as random steps
@@ -85,15 +84,10 @@ def _keys(layout: Layout, ring: Ring, narrow: bool, dtype: torch.dtype) -> tuple
     return tiles, _launches("keys", narrow)(grid, constants, alike, **_options())
 
 
-def shares_for_all(layout: Layout) -> int:
-    """By how many programs the fused kernel has a key head's query heads."""
-    return shares_of(layout.spec, layout.extent.tiles("kv", KEPT) * layout.extent.entries * layout.spec.kv_heads)
-
-
 def run_all(given: Prepared, dq_sums: Tensor | Piece, dk_out: Tensor, dv_out: Tensor) -> None:
     """Adds to dQ's sums, in bf16, and writes each share's dK and dV, on the current stream."""
     do, rows = given.gradient.laid, given.gradient.rows
-    tiles, start = _all(given.layout, dk_out.dtype)
+    tiles, start = _all(given.layout, dk_out.dtype, dk_out.shape[1] // given.layout.spec.kv_heads)
     tiled = (
         given.q.data, do.data, given.k.data, given.v.data,
         given.q.further(False, interleaved=False), do.further(False, interleaved=False), rows, _turn(given), dq_sums,
@@ -103,7 +97,7 @@ def run_all(given: Prepared, dq_sums: Tensor | Piece, dk_out: Tensor, dv_out: Te
 
 
 @lru_cache(maxsize=MOST)
-def _all(layout: Layout, dtype: torch.dtype) -> tuple[tuple[Described, ...], Launch]:
+def _all(layout: Layout, dtype: torch.dtype, shares: int) -> tuple[tuple[Described, ...], Launch]:
     """What of the launch does not depend on memory."""
     spec = layout.spec
     # The sums of heads of 64 leave registers for twice the queries at a time.
@@ -114,7 +108,7 @@ def _all(layout: Layout, dtype: torch.dtype) -> tuple[tuple[Described, ...], Lau
         _pieces(layout, queries), _turning(layout, narrow=False), _halves(layout.sums, queries),
     )  # fmt: skip
     extent = layout.extent
-    unequal, shares = extent.sequences is not None, shares_for_all(layout)
+    unequal = extent.sequences is not None
     constants = (
         *layout.k_steps[:2],
         spec.kv_heads, extent.seqlen_q, extent.seqlen_kv, layout.padded_q, layout.padded_kv, layout.plane,
