@@ -11,7 +11,8 @@ import torch
 from agreement_sweep import Sweep, Truth
 from torch import Tensor
 
-from attnbench import AttentionSpec, Mask
+from attnbench import AttentionSpec, Mask, attention
+from attnbench.backends.triton.backward import launch
 from attnbench.backends.triton.backward.contract import KERNELS, TritonBackward
 from attnbench.backends.triton.backward.tiles import Tile, Tiles
 from attnbench.kernels.contract import Operands, Saved, gradient_dtype
@@ -68,6 +69,26 @@ def prepared_problem(spec: AttentionSpec, rotation: str = "none") -> tuple[Saved
     attend = torch.ops.aten._scaled_dot_product_flash_attention
     out, lse = attend(*operands.tensors(torch.bfloat16), is_causal=spec.mask.kind == "causal")[:2]
     return Saved(operands, out, lse), grad
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "backward"), [*((each, "triton:fp8") for each in (64, 128, 192, 256)), (256, "triton:fp8-all")]
+)
+def test_shares_of_a_group_sum_to_its_gradients(head_dim: int, backward: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the same kernel with all query heads of the only key head in one program."""
+    q, k, v, grad = (
+        torch.randn(1, heads, 4096, head_dim, device=DEVICE, dtype=torch.bfloat16) for heads in (16, 1, 1, 16)
+    )
+    leaves = [each.requires_grad_() for each in (q, k, v)]
+    taken: list[int] = []
+    own = launch.shares_of
+    monkeypatch.setattr(launch, "shares_of", lambda *given: (taken.append(own(*given)), taken[-1])[1])
+    found = [torch.autograd.grad(attention(*leaves, is_causal=True, backend=f"triton:fp8>{backward}"), leaves, grad)]
+    monkeypatch.setattr(launch, "shares_of", lambda layout, block: 1)
+    found += [torch.autograd.grad(attention(*leaves, is_causal=True, backend=f"triton:fp8>{backward}"), leaves, grad)]
+    assert min(taken) > 1
+    for shared, alone in zip(*found, strict=True):
+        assert (shared - alone).float().norm() <= 0.005 * alone.float().norm()
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
