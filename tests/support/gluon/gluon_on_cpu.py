@@ -80,6 +80,8 @@ def _layout(**options: Any) -> None:
 _ASSEMBLY: dict[str, Callable[..., Tensor]] = {
     "cvt.rn.satfinite.e4m3x2.f32": lambda x: x.clamp(-448.0, 448.0).to(torch.float8_e4m3fn),
     "rcp.approx.ftz.f32": torch.reciprocal,
+    # To 11 bits, as the instruction is said to be (PTX ISA, tanh).
+    "tanh.approx.f32": lambda x: torch.where(x.abs() < 2**-12, x, torch.tanh(x).half().float()),
     "mul.rn.bf16x2": lambda half, x: half * x.to(torch.bfloat16),
 }
 

@@ -36,7 +36,7 @@ _SIZES = (64, 128)  # padded head dimensions
 def serves(spec: AttentionSpec, *, per_token: bool) -> bool:
     """Whether the Hopper kernels support this; scales of tokens (``per_token``) and a soft cap take registers."""
     fits = padded(spec.head_dim) in _SIZES and padded(spec.head_dim_v) in _SIZES
-    return fits and forward.serves(spec, per_token=per_token)
+    return fits and spec.softcap == 0 and forward.serves(spec, per_token=per_token)
 
 
 @cache

@@ -38,7 +38,7 @@ from .order import (
 )
 from .products import add_products, start_scores, store
 from .scales import at_least, cast_rows, number, set_number, unit_of
-from .softmax import HEADROOM, MINUS_INFINITY, ROWS, masked, spread, totals, weights
+from .softmax import HEADROOM, MINUS_INFINITY, ROWS, masked, soft_capped, spread, totals, weights
 
 __all__ = ["CONSUMERS", "triton_fp8_attention_forward_hopper"]
 
@@ -53,7 +53,7 @@ _LN_2 = gl.constexpr(0.6931471805599453)
 # numbers.  Of a block of keys: K's descale, the unit of the sums, and what makes those before it sums in that unit.
 _Given = namedtuple(
     "_Given",
-    "q k v out lse q_factors k_factors v_factors scale "
+    "q k v out lse q_factors k_factors v_factors scale softcap "
     "queries narrow keys value_blocks of_keys units changes board "
     "q_filled k_filled v_filled q_emptied k_emptied v_emptied turn "
     "q_by_batch q_by_head q_aside k_by_batch k_by_head k_aside "
@@ -147,9 +147,12 @@ def _attend(
     which: gl.constexpr, given, tiles, block_n: gl.constexpr, stages: gl.constexpr, left: gl.constexpr,
     right: gl.constexpr, part: gl.constexpr, parts: gl.constexpr, turns: gl.constexpr, full_width: gl.constexpr,
     chunks: gl.constexpr, chunks_v: gl.constexpr, casting: gl.constexpr, aligned: gl.constexpr,
+    softcapped: gl.constexpr,
 ):  # fmt: skip
     """64 queries of every tile of this program."""
     block_m: gl.constexpr = CONSUMERS * ROWS
+    by_row: gl.constexpr = casting and not softcapped
+    outer = given.softcap * _LOG2_E
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_n, 32])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, part, 32])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 4)
@@ -228,9 +231,12 @@ def _attend(
         for step in range(blocks - 1):
             start = first + step * block_n
             next_slot, next_phase = after(slot, phase, stages)
+            if softcapped:
+                scores = soft_capped(scores, factor / outer, casting)
             if (start < whole) | (start >= parted):
                 scores = masked(scores, start, since, upto, left)
-            p, decay, peak, total = weights(scores, factor, peak, total, p_layout, casting)
+            exponent = outer if softcapped else factor
+            p, decay, peak, total = weights(scores, exponent, peak, total, p_layout, by_row)
             if casting:
                 decay *= less
             turn_phase = _await_turn(given.turn, turn_phase, which, turns)
@@ -250,9 +256,12 @@ def _attend(
         if not apart:
             mbarrier.arrive(given.q_emptied.index(own_copy), count=1)
         start = first + (blocks - 1) * block_n
+        if softcapped:
+            scores = soft_capped(scores, factor / outer, casting)
         if (start < whole) | (start >= parted):
             scores = masked(scores, start, since, upto, left)
-        p, decay, peak, total = weights(scores, factor, peak, total, p_layout, casting)
+        exponent = outer if softcapped else factor
+        p, decay, peak, total = weights(scores, exponent, peak, total, p_layout, by_row)
         if casting:
             decay *= less
         turn_phase = _await_turn(given.turn, turn_phase, which, turns)
@@ -323,12 +332,13 @@ def _pass_turn(turn, which: gl.constexpr, turns: gl.constexpr):
     ]
 )  # fmt: skip
 def triton_fp8_attention_forward_hopper(
-    q, k, v, out, lse, q_factors, k_factors, v_factors, tiles, scale,
+    q, k, v, out, lse, q_factors, k_factors, v_factors, tiles, scale, softcap,
     q_by_batch, q_by_head, q_aside, k_by_batch, k_by_head, k_aside,
     q_factor_batch, q_factor_head, k_factor_batch, k_factor_head, v_factor_batch, v_factor_head,
     seqlen_q, seqlen_kv, head_dim_v, heads, group, programs, section, low, high,
     stages: gl.constexpr, chunks: gl.constexpr, chunks_v: gl.constexpr, part: gl.constexpr, turns: gl.constexpr,
     left: gl.constexpr, right: gl.constexpr, full_width: gl.constexpr, registers: gl.constexpr, aligned: gl.constexpr,
+    softcapped: gl.constexpr,
 ):  # fmt: skip
     """Tiles of 128 queries of a head; each program takes every so many-th, as there are programs.
 
@@ -381,7 +391,7 @@ def triton_fp8_attention_forward_hopper(
 
     board = board_for(CONSUMERS)
     given = _Given(
-        q, k, v, out, lse, q_factors, k_factors, v_factors, scale,
+        q, k, v, out, lse, q_factors, k_factors, v_factors, scale, softcap,
         queries, narrow, keys, values, of_keys, units, changes, board,
         q_filled, k_filled, v_filled, q_emptied, k_emptied, v_emptied, turn,
         q_by_batch, q_by_head, q_aside, k_by_batch, k_by_head, k_aside,
@@ -391,8 +401,8 @@ def triton_fp8_attention_forward_hopper(
     # Written out, because a tuple that has a name keeps no constants.
     gl.warp_specialize([
         (_attend, (0, given, tiles, block_n, stages, left, right, part, parts, turns, full_width, chunks, chunks_v,
-                   casting, aligned)),
+                   casting, aligned, softcapped)),
         (_attend, (1, given, tiles, block_n, stages, left, right, part, parts, turns, full_width, chunks, chunks_v,
-                   casting, aligned)),
+                   casting, aligned, softcapped)),
         (_load, (given, tiles, block_n, stages, left, right, chunks, chunks_v, casting, aligned)),
     ], [4, 1], [registers, 24])  # fmt: skip

@@ -43,10 +43,10 @@ _REGISTERS = 64 * 1024  # of a multiprocessor
 def serves(spec: AttentionSpec, *, per_token: bool) -> bool:
     """Whether the Hopper kernel supports this; ``forward.kernel`` computes the rest.
 
-    Scales of tokens (``per_token``) need a product more a score and registers that it does not have, a soft cap a
-    second exponential, a negative scale the least scores.
+    Scales of tokens (``per_token``) need a product more a score and registers that it does not have, a negative scale
+    the least scores.
     """
-    return spec.softcap == 0 and spec.scale >= 0 and not per_token
+    return spec.scale >= 0 and not per_token
 
 
 def runs_on(device: torch.device) -> bool:
@@ -67,12 +67,12 @@ def launch(
     even, most = registers()
     chunks, chunks_v = chunks_of(spec.head_dim), chunks_of(spec.head_dim_v)
     constants = (
-        spec.scale, *places[0], *places[1], *(step for each in steps for step in each[:2]),
+        spec.scale, spec.softcap or 1.0, *places[0], *places[1], *(step for each in steps for step in each[:2]),
         extent.seqlen_q, extent.seqlen_kv, spec.head_dim_v, spec.heads, spec.group, programs, section,
         0 if mask.left is None else offset - mask.left, 0 if mask.right is None else offset + mask.right,
         tile.stages, chunks.number, chunks_v.number, part_of(tile, spec.head_dim_v), tile.turns,
         mask.left is not None, mask.right is not None, spec.head_dim_v == chunks_v.size, tile.registers or most,
-        unequal and mask.alignment == "bottom-right",
+        unequal and mask.alignment == "bottom-right", spec.softcap > 0,
     )  # fmt: skip
     tiles = spec.heads * extent.tiles(BLOCK_M)
     grid = programs_of(tile, tiles, None if unequal else spec.seqlen_kv, _multiprocessors(device)), 1, 1

@@ -41,7 +41,8 @@ def sources(kernels):
     for width, height, block_n, bits, maxnreg, constants in kernels:
         types = dict(q=descriptor("fp8e4nv" if bits == 8 else "bf16", 64, width),
                      k=descriptor("fp8e4nv", block_n, width), v=descriptor("fp8e4nv", height, block_n),
-                     out="*bf16", lse="*fp32", q_factors="*fp32", k_factors="*fp32", v_factors="*fp32", scale="fp32")
+                     out="*bf16", lse="*fp32", q_factors="*fp32", k_factors="*fp32", v_factors="*fp32", scale="fp32",
+                     softcap="fp32")
         names = kernel.arg_names
         signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
         aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("out", "lse", "head_dim_v")}
@@ -68,7 +69,7 @@ def test_every_hopper_tile_is_valid_for_the_kernel() -> None:
 def test_only_supported_specs_are_served() -> None:
     assert hopper.serves(SPEC, per_token=False)
     assert not hopper.serves(SPEC, per_token=True)
-    assert not hopper.serves(replace(SPEC, softcap=5.0), per_token=False)
+    assert hopper.serves(replace(SPEC, softcap=5.0), per_token=False)
     assert not hopper.serves(replace(SPEC, scale=-0.1), per_token=False)
 
 
@@ -112,6 +113,7 @@ def _kernel(head_dim: int, tile: Tile, bits: int = 8, head_dim_v: int | None = N
         "stages": tile.stages, "chunks": chunks.number, "chunks_v": chunks_v.number,
         "part": hopper.part_of(tile, size_v), "turns": tile.turns,
         "left": False, "right": False, "full_width": True, "registers": most, "aligned": False, "tiles": None,
+        "softcapped": False,
     }  # fmt: skip
     return chunks.width, chunks_v.width, tile.block_n, bits, even, constants | more
 
@@ -126,6 +128,7 @@ OTHERS = (
     _kernel(192, TILES[TileKey((9, 0), 192, "causal", False)], head_dim_v=128, right=True),
     _kernel(192, ONE_PASS[192, False], 16, head_dim_v=128, right=True),
     _kernel(96, WIDE, right=True),
+    _kernel(128, WIDE, right=True, softcapped=True),
 )
 OF_256 = tuple(
     kernel
@@ -133,6 +136,7 @@ OF_256 = tuple(
     for kernel in (
         _kernel(256, TILES[TileKey((9, 0), 256, mask, False)], right=causal),
         _kernel(256, ONE_PASS[256, not causal], 16, right=causal),
+        *([_kernel(256, TILES[TileKey((9, 0), 256, mask, False)], left=True, right=True, softcapped=True)] * causal),
     )
 )
 
