@@ -14,7 +14,7 @@ from small_training import build_small, small
 
 from attnbench.harness.training.run.history import History
 from attnbench.harness.training.run.loop import LoopOptions, train
-from attnbench.harness.training.run.parallel import join_ranks
+from attnbench.harness.training.run.parallel import Ranks, join_ranks
 
 EVERY = 3  # steps between checkpoints
 
@@ -23,20 +23,25 @@ def main(folder: Path, settings: dict, pause: float) -> None:
     faulthandler.dump_traceback_later(PATIENCE / 2, exit=True)  # a rank that hangs prints its stack
     torch.set_num_threads(1)
     with join_ranks("cpu") as ranks:
+        # In a function, whose model is gone when the group ends: a reducer of DDP that holds the group last waits for
+        # gloo's threads with the interpreter's lock, for which they may wait (pytorch issue 56297).
+        _train(ranks, folder, settings, pause)
 
-        def report_step(history: History) -> None:
-            if ranks.first:
-                print(history.steps, flush=True)
-            time.sleep(pause)
 
-        trainable = build_small(small(**settings), ranks.device, dropout=ranks.world == 1)
-        conduct = LoopOptions(folder / "checkpoints", EVERY)
-        kept = []
-        train(trainable, ranks, conduct, lambda history: (kept.append(history), report_step(history)), resume=True)
+def _train(ranks: Ranks, folder: Path, settings: dict, pause: float) -> None:
+    def report_step(history: History) -> None:
         if ranks.first:
-            history = kept[-1]
-            state = {"loss": history.loss, "grad_norm": history.grad_norm, "resumed_at": history.resumed_at}
-            (folder / "found.json").write_text(json.dumps(state))
+            print(history.steps, flush=True)
+        time.sleep(pause)
+
+    trainable = build_small(small(**settings), ranks.device, dropout=ranks.world == 1)
+    conduct = LoopOptions(folder / "checkpoints", EVERY)
+    kept = []
+    train(trainable, ranks, conduct, lambda history: (kept.append(history), report_step(history)), resume=True)
+    if ranks.first:
+        history = kept[-1]
+        state = {"loss": history.loss, "grad_norm": history.grad_norm, "resumed_at": history.resumed_at}
+        (folder / "found.json").write_text(json.dumps(state))
 
 
 def run_forked_ranks(folder: Path, settings: dict, world: int) -> None:
