@@ -1,19 +1,28 @@
 """A capture holds what attention was really given, within its budget, and the program never notices."""
 
 import weakref
+from collections import Counter
+from collections.abc import Iterable
+from statistics import mean
 
 import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
+from hypothesis import given
+from hypothesis import strategies as st
 from planted import FakeForward
 from programs import ORIGINAL, Model, attend, qkv, step
 
 import attnbench
-from attnbench.errors import AttnbenchError
+from attnbench.errors import AttnbenchError, InputError, MalformedFileError
 from attnbench.harness.capture import recorder as capture_module
 from attnbench.harness.capture.file import read_captured
 from attnbench.harness.capture.recorder import capture
+from attnbench.harness.capture.reservoir import Reservoir
+from attnbench.harness.cases.file import read_captured_cases
+from attnbench.harness.cases.inputs import draw
+from attnbench.harness.sequence_lengths import SequenceLengths
 from attnbench.kernels.contract import Inputs
 from attnbench.kernels.execution import Execution
 from attnbench.problem.mask import Mask
@@ -241,3 +250,97 @@ def test_batch_entries_go_before_heads(file, units, sizes, heads):
     assert (call.whole is None) == (units == 100)
     assert call.kv_heads == heads
     assert torch.equal(read_captured(file).tensors(0)["v"], v[: sizes[0], heads or slice(None)])
+
+
+CPU = torch.device("cpu")
+STARTS = torch.tensor([0, 9, 9, 40], dtype=torch.int32)
+USED = torch.tensor([3, 8], dtype=torch.int32)
+
+
+def packed(q, kv):
+    return attnbench.attention(q, kv, kv, layout="thd", cu_seqlens_q=STARTS, is_causal=True, max_seqlen_q=37)
+
+
+def test_what_was_captured_is_measured_with_the_lengths_that_it_had(tmp_path):
+    file = tmp_path / "acts.safetensors"
+    q, kv = torch.randn(40, 4, 16, dtype=torch.bfloat16), torch.randn(40, 2, 16, dtype=torch.bfloat16)
+    rows = torch.randn(2, 2, 8, 16, dtype=torch.bfloat16)
+    leaf = q.clone().requires_grad_()
+    with capture(file) as recorder:
+        packed(leaf, kv).sum().backward()
+        attnbench.attention(rows, rows, rows, kv_lengths=USED, padding_side="left")
+        packed(q, kv)
+        empty = torch.tensor([0, 8, 8], dtype=torch.int32)
+        attnbench.attention(
+            q[:8], kv[:4], kv[:4], layout="thd", cu_seqlens_q=empty, cu_seqlens_kv=torch.tensor([0, 0, 4]).int()
+        )
+    assert (recorder.seen, recorder.recorded) == (4, 3)
+    assert recorder.left_out == ["1 not recorded: sequences that are too many, or of which none has a query and a key"]
+    training, padded, forward = cases = read_captured_cases(file, "fp8")
+    assert training.lengths == forward.lengths == SequenceLengths(layout="packed", q=(9, 0, 31))
+    assert padded.lengths == SequenceLengths(layout="left-padded", q=(8, 8), kv=(3, 8))
+    assert (
+        training.spec
+        == attnbench.explain(leaf, kv, kv, layout="thd", cu_seqlens_q=STARTS, is_causal=True, max_seqlen_q=37).spec
+    )
+    x = draw(training.spec, training.families[0], CPU, training.lengths)
+    assert torch.equal(x.q[0].transpose(0, 1), q)
+    assert x.q[0].transpose(0, 1).is_contiguous()
+    assert torch.equal(x.grad_out, torch.ones_like(x.q))
+    assert torch.equal(x.lengths.q, STARTS)
+    assert all(draw(case.spec, "normal", CPU, case.lengths).lengths is not None for case in cases)
+    with pytest.raises(InputError, match="other lengths"):
+        draw(training.spec, training.families[0], CPU, SequenceLengths(layout="packed", q=(9, 1, 30)))
+
+
+def test_lengths_that_do_not_fit_their_call_are_reported(tmp_path):
+    file = tmp_path / "acts.safetensors"
+    x = torch.randn(40, 2, 16, dtype=torch.bfloat16)
+    with capture(file):
+        packed(x, x)
+    broken = file.read_bytes().replace(b'\\"q\\":[9,0,31]', b'\\"q\\":[9,0,99]')
+    file.write_bytes(broken)
+    with pytest.raises(MalformedFileError, match="lengths of the sequences make"):
+        read_captured(file)
+
+
+OFFERS = st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from("xyz"), st.integers(1, 50)), max_size=80)
+
+
+def filled(reservoir: Reservoir, offers: Iterable[tuple[str, str, int]]) -> list[tuple[int, str, str]]:
+    for number, (kind, source, size) in enumerate(offers):
+        reservoir.offer((number, kind, source), kind=kind, source=source, size=size)
+    return reservoir.items
+
+
+@given(OFFERS, st.integers(1, 120), st.integers(1, 20))
+def test_the_budget_holds_at_every_moment_and_every_item_is_accounted_for(offers, max_bytes, most):
+    reservoir = Reservoir(max_bytes, most)
+    sizes, kept = {}, set()
+    for number, (kind, source, size) in enumerate(offers):
+        sizes[number] = size
+        gone = reservoir.offer(number, kind=kind, source=source, size=size)
+        assert number not in gone or gone == [number]
+        kept = (kept | {number}) - set(gone)
+        assert set(reservoir.items) == kept
+        assert reservoir.held == sum(sizes[each] for each in kept) <= max_bytes
+        assert len(kept) <= most
+    if sum(sizes.values()) <= max_bytes and len(offers) <= most:
+        assert len(kept) == len(offers)
+
+
+def test_layers_and_kinds_share_what_there_is():
+    # A prompt of long calls in 8 layers, then 200 steps of small ones.
+    prompt = [("prompt", f"layer {layer}", 10) for layer in range(8)]
+    steps = [("step", f"layer {layer}", 1) for _ in range(200) for layer in range(8)]
+    kept = filled(Reservoir(100, 16), prompt + steps)
+    assert Counter(kind for _, kind, _ in kept) == {"prompt": 8, "step": 8}
+    for kind in ("prompt", "step"):
+        assert {source for _, each, source in kept if each == kind} == {f"layer {layer}" for layer in range(8)}
+
+
+def test_late_calls_are_as_likely_to_stay_as_early_ones():
+    kept = filled(Reservoir(100, 100), [("a", "x", 1)] * 2000)
+    assert len(kept) == 100
+    # The mean of 100 uniform numbers has a deviation of 0.029.
+    assert abs(mean(number / 2000 for number, _, _ in kept) - 0.5) < 0.1

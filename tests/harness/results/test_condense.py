@@ -1,12 +1,15 @@
-"""Entries of a table from rows: what a choice will know of a plan at a spec, whichever rows it comes from."""
+"""Entries of a table from rows, and the calls in them brought to one speed of the host."""
 
+from dataclasses import replace
 from itertools import permutations
+from statistics import median
 
 import pytest
 from compared import passed_over, row
 from row_facts import with_facts
 
-from attnbench.harness.results.condense import condense
+from attnbench.harness.results.condense import condense, join_sweeps, table_of
+from attnbench.harness.results.host_speed import HostSpeed
 
 
 def entry_of(*rows):
@@ -63,3 +66,112 @@ def test_of_two_cases_with_one_spec_the_one_that_failed_counts(status):
     found = entry_of(of_case("first", 1.0), failed)
     assert (found.status, found.time_ms, found.errors, found.usable) == (status, None, {}, False)
     assert found.reason == failed.reason
+
+
+def visited(launches, power, case="a", device=0.001, plan="sdpa-flash:bf16"):
+    """A row of calls whose host takes 0.1 ms where a launch takes 0.01, and goes with a power of the launch's time."""
+    hosts = [0.1 * (launch / 0.01) ** power for launch in launches]
+    scales = [0.01 / launch for launch in launches]
+    host = [ms * scale for ms, scale in zip(hosts, scales, strict=True) for _ in range(5)]
+    return with_facts(
+        row(case, plan),
+        time_ms={"prepared": [device], "call": [max(device, ms) for ms in host]},
+        visits={"call": [5] * len(launches)},
+        host_ms=host,
+        host_scale=scales,
+        launch_ms=list(launches),
+    )
+
+
+SLOWS = [0.005, 0.01, 0.02, 0.04]
+SLOW_AND_ONE = [*SLOWS, 0.01]
+
+
+@pytest.mark.parametrize("power", [0.8, 1.0, 1.5])
+def test_the_power_is_found_and_calls_of_fast_and_slow_visits_agree(power):
+    rows = [visited(SLOWS, power, case) for case in "abcdefgh"]
+    speed = HostSpeed(rows)
+    assert speed.power(rows[0].plan, rows[0].spec.direction) == pytest.approx(power, abs=0.02)
+    assert speed.usual_ms == pytest.approx(median(SLOWS))
+    calls = speed.calls(rows[0])
+    assert max(calls) / min(calls) < 1.1
+    assert median(calls) == pytest.approx(0.1 * (median(SLOWS) / 0.01) ** power, rel=0.1)
+
+
+@pytest.mark.parametrize(("power", "taken"), [(0.0, 0.5), (4.0, 2.0)])
+def test_a_power_that_no_host_has_is_not_believed(power, taken):
+    rows = [visited(SLOWS, power, case) for case in "abcdefgh"]
+    assert HostSpeed(rows).power(rows[0].plan, rows[0].spec.direction) == taken
+
+
+def test_a_row_that_was_measured_at_the_usual_speed_names_no_scale_and_counts():
+    given = with_facts(visited([0.01] * 3, 1.0), host_scale=[])
+    (entry,) = condense([given])
+    assert (entry.host_ms, entry.device_ms) == pytest.approx((0.1, 0.001))
+    calls = HostSpeed([given, visited([0.02] * 5, 1.0, "b")]).calls(given)
+    assert calls == pytest.approx([0.2] * len(calls))
+
+
+@pytest.mark.parametrize("odd", [{"launch_ms": SLOW_AND_ONE}, {"host_scale": [1.0]}, {"host_ms": [0.1]}])
+def test_a_row_whose_visits_do_not_fit_together_is_one_without_the_hosts_speed(odd):
+    given = with_facts(visited(SLOWS, 1.0), **odd)
+    assert HostSpeed([given]).usual_ms is None
+    assert condense([given])[0].host_ms is None
+
+
+@pytest.mark.parametrize("device", [0.001, 9.0])
+def test_a_table_holds_the_part_of_the_host_and_that_of_the_device(device):
+    (entry,) = condense([visited(SLOWS, 1.0, device=device)])
+    assert entry.host_ms == pytest.approx(0.1 * median(SLOWS) / 0.01)
+    assert entry.device_ms == pytest.approx(device)
+    assert entry.time_ms == pytest.approx(max(entry.host_ms, entry.device_ms))
+
+
+def test_the_device_of_passes_that_a_late_host_made_longer_is_that_of_the_others():
+    late = visited(SLOWS, 1.0)
+    late = with_facts(late, time_ms={**late.time_ms, "prepared": [0.001, 0.001, 0.09, 0.09, 0.09]})
+    assert condense([late])[0].device_ms == pytest.approx(0.001)
+
+
+def test_a_first_look_renews_the_parts_of_a_call_with_its_time():
+    given, newer = (condense([visited(SLOWS, 1.0, device=device)])[0] for device in (0.001, 9.0))
+    renewed = replace(given, errors={"normal": 0.002}).renewed(replace(newer, status="slower", errors={}))
+    assert (renewed.time_ms, renewed.host_ms, renewed.device_ms) == (newer.time_ms, newer.host_ms, newer.device_ms)
+
+
+def test_a_table_records_for_which_speed_of_the_host_it_is():
+    rows = [visited(SLOWS, 1.0), row("a", "sdpa-flash:bf16")]
+    tables = join_sweeps({"all": rows}), table_of(rows[0].environment, rows)
+    assert [table.launch_ms for table in tables] == [pytest.approx(median(SLOWS))] * 2
+    assert join_sweeps({"old": rows[1:]}).launch_ms is table_of(rows[1].environment, rows[1:]).launch_ms is None
+
+
+def test_a_row_without_the_hosts_speed_is_as_it_was():
+    given = row("a", "sdpa-flash:bf16")
+    assert HostSpeed([given]).usual_ms is None
+    assert condense([given])[0].host_ms is None
+    assert HostSpeed([visited(SLOWS, 1.0)]).calls(given) == given.time_ms["call"]
+
+
+def hosted(spec, plan="sdpa-flash:bf16"):
+    """A row of a call that its host limited, without the host's speed."""
+    given = row("old", plan)
+    return with_facts(given, host_ms=list(given.time_ms["call"]), visits={}, spec=spec)
+
+
+def test_calls_limited_by_an_unknown_host_are_left_out_where_enough_others_are():
+    watched = [visited(SLOWS, 1.0, case) for case in "abcde"]
+    old = hosted(watched[0].spec.replace(batch=7))
+    other = hosted(old.spec, "sdpa-cudnn:bf16")
+    table = join_sweeps({"old": [old, other], "new": watched})
+    assert (old.spec, old.plan) not in table.entries
+    assert (other.spec, other.plan) in table.entries  # of this plan nothing else is known
+    assert (old.spec, old.plan) in join_sweeps({"old": [old], "new": watched[:4]}).entries
+    device = with_facts(row("old", "sdpa-flash:bf16"), spec=old.spec)
+    assert (old.spec, old.plan) in join_sweeps({"old": [device], "new": watched}).entries
+
+
+def test_what_was_only_predicted_to_be_slower_is_in_no_table():
+    given = row("a", "sdpa-flash:bf16")
+    never = with_facts(given, status="slower", reason="predicted", time_ms={}, visits={}, host_ms=None)
+    assert condense([never]) == []

@@ -1,8 +1,10 @@
-"""What a table for others must fulfil: honest rows pass, each lie is named, and no lie hides another."""
+"""What a table for others must fulfil: honest rows pass, each lie and private word is named, none hides another."""
 
 from __future__ import annotations
 
+import getpass
 import random
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +17,10 @@ from report_rows import failed_row
 from row_facts import with_facts
 from submission_rows import H200, SPECS, valid_rows, with_visits
 
+from attnbench import AttentionSpec, Mask
 from attnbench.harness.results.condense import join_sweeps
-from attnbench.harness.results.peaks import least_ms
+from attnbench.harness.results.peaks import least_ms, peak_share
+from attnbench.harness.results.privacy import local_names, private_part
 from attnbench.harness.results.records import Measurement
 from attnbench.harness.results.submission import (
     LEAST_SHAPES,
@@ -227,3 +231,92 @@ def test_a_table_of_a_slower_host_confirms_another_where_hosts_limited_their_cal
         for ms in (0.1, 0.2)
     )
     assert agreement(mine, slower).ratio == pytest.approx(1.0)
+
+
+WORDS = st.text(st.characters(codec="utf-8"), max_size=40)
+NAMES = st.text("abcdefghijklmnopqrstuvwxyz0123456789_-", min_size=3, max_size=12)
+
+
+@given(WORDS, NAMES, NAMES, WORDS, st.sampled_from(["/{}/{}", "~/{}/{}", "C:\\{}\\{}", "../{}/{}", "file:///{}/{}"]))
+def test_a_path_is_found_in_any_text(before: str, one: str, two: str, after: str, form: str) -> None:
+    assert private_part(f"{before} {form.format(one, two)} {after}")
+
+
+@given(WORDS, NAMES, WORDS)
+def test_a_name_is_found_as_a_whole_word_in_any_case(before: str, name: str, after: str) -> None:
+    for text in (name, name.upper(), name.title()):
+        assert private_part(f"{before} {text} {after}", {name})
+    assert private_part(f"xx{name}xx", {name}) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "see https://build.acme.example/1", "alice@acme", "connect to 10.1.2.3 failed", "on node7.acme.corp",
+        "in /tmp", "File \"/root/x.py\", line 3", "~alice/x", "\\\\server\\share", "lib='/opt/x'", "scp host:/srv/data",
+    ],
+)  # fmt: skip
+def test_places_of_all_kinds_are_found(text: str) -> None:
+    assert private_part(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "RuntimeError: Ninja build failed. Ninja output:", "the error of out is 0.142, beyond 0.12", "3/4 of all",
+        "transformer-engine 2.20.2 on cuDNN 91900", "Linux-6.18.44-x86_64-with-glibc2.39", "580.159.04", "1.2.3.4",
+        "Intel(R) Xeon(R) Processor @ 2.70GHz", "forward/backward", "2.11.0+cu130", "torch.cuda.OutOfMemoryError: x",
+        "captured:layers.0", "flash-attn-4 4.0.0b36 with nvidia-cutlass-dsl 4.8.1", "4 GB / 8 GB",
+    ],
+)  # fmt: skip
+def test_messages_of_libraries_are_not_private(text: str) -> None:
+    assert private_part(text, {"alice"}) is None
+
+
+def test_the_names_of_here_are_asked_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(getpass, "getuser", lambda: "alice")
+    monkeypatch.setattr(socket, "gethostname", lambda: "node17.acme.example")
+    assert {"alice", "node17", "node17.acme.example"} <= local_names()
+    monkeypatch.setattr(getpass, "getuser", lambda: "root")
+    assert "root" not in local_names()
+
+    def nobody() -> str:
+        raise KeyError("uid not found: 4711")
+
+    monkeypatch.setattr(getpass, "getuser", nobody)
+    assert "node17" in local_names()
+
+
+SPEC = AttentionSpec.make(batch=4, heads=16, seqlen_q=4096, head_dim=128)
+FLOPS = 4 * 4 * 16 * 4096**2 * 128
+
+
+def test_an_h200_row_by_hand():
+    # 5.5e11 operations in 0.9 ms are 611 TFLOPS; the datasheet says 989 in bf16 and twice that in FP8.
+    assert peak_share(Plan("a:bf16"), SPEC, {"kernel": [0.9]}, "NVIDIA H200") == pytest.approx(FLOPS / 0.9e9 / 989.4)
+    assert peak_share(Plan("a:fp8-token"), SPEC, {"kernel": [0.9]}, "NVIDIA H200") == pytest.approx(
+        FLOPS / 0.9e9 / 1978.9
+    )
+
+
+def test_passes_count_each_at_its_own_precision():
+    spec = SPEC.replace(direction="training", mask=Mask(None, 0))
+    forward = spec.replace(direction="forward").flops
+    found = peak_share(
+        Plan("a:fp8", "b:bf16"), spec, {"kernel": [0.5], "backward": [1.5], "call": [9.0]}, "NVIDIA H200"
+    )
+    assert found == pytest.approx((forward / 1978.9 + 2.5 * forward / 989.4) / 1e9 / 2.0)
+
+
+@pytest.mark.parametrize(
+    ("plan", "times", "device"),
+    [
+        ("a:bf16", {"kernel": [1.0]}, "A CPU"),
+        ("a:int4", {"kernel": [1.0]}, "NVIDIA H200"),
+        ("a:fp8", {"kernel": [1.0]}, "NVIDIA A100-SXM4-80GB"),
+        ("a:bf16", {"call": [1.0]}, "NVIDIA H200"),
+        ("a:bf16>b:bf16", {"kernel": [1.0]}, "NVIDIA H200"),
+    ],
+)
+def test_what_is_not_known_has_no_share(plan, times, device):
+    assert peak_share(Plan.parse(plan), SPEC, times, device) is None

@@ -1,5 +1,6 @@
-"""The models on a CPU: sizes, weights, gradients, and that they learn whatever computes their attention."""
+"""The models on a CPU: sizes, weights, gradients, work, and that they learn whatever computes their attention."""
 
+import sys
 from itertools import pairwise
 from typing import Any
 
@@ -7,12 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from attnbench.errors import InputError, RefusedError
 from attnbench.harness.training.config import TrainConfig
+from attnbench.harness.training.data.images import random_images
 from attnbench.harness.training.models.attention import Attend
 from attnbench.harness.training.models.gpt import SIZES, Gpt
 from attnbench.harness.training.models.loss import head_loss, token_loss
+from attnbench.harness.training.models.vit import make_vit
+from attnbench.harness.training.models.vit_sizes import VIT_SIZES
 from attnbench.harness.training.run.trainable import build
 
 SHORT: dict[str, Any] = {"seqlen": 48, "batch": 2}
@@ -161,3 +166,86 @@ def test_positions_are_those_of_the_sample() -> None:
     places = torch.arange(16)[None]
     assert trainable.module(tokens, targets, places) == trainable.module(tokens, targets)
     assert trainable.module(tokens, targets, places.flip(1)) != trainable.module(tokens, targets)
+
+
+def no_products(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+    """Something that every input has a part in, and no matrix product."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    return q + k + v
+
+
+def products(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+    """Attention over the whole square, in two products."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    return (q @ k.mT).softmax(-1) @ v
+
+
+def counted(config: TrainConfig, attend: object) -> tuple[float, float]:
+    trainable = build(config, "cpu", attend=attend)  # type: ignore[arg-type]
+    batch = trainable.batch(0)
+    with FlopCounterMode(display=False) as counter:
+        trainable.loss(batch).backward()
+    return counter.get_total_flops(), trainable.flops_per_step
+
+
+@pytest.mark.parametrize("seqlen", [32, 80])
+def test_a_step_of_gpt_costs_what_is_stated(seqlen: int) -> None:
+    config = TrainConfig.make(seqlen=seqlen, batch=3)
+    linear, stated = counted(config, no_products)
+    whole, _ = counted(config, products)
+    visible = (seqlen + 1) / (2 * seqlen)  # a causal mask shows half the square and its diagonal
+    assert stated == linear + visible * (whole - linear)
+
+
+def test_a_step_of_vit_costs_what_is_stated() -> None:
+    pytest.importorskip("timm")
+    config = TrainConfig.make("vit-huge", size="tiny", batch=3)
+    whole, stated = counted(config, products)
+    assert stated == whole
+
+
+TINY = TrainConfig.make("vit-huge", size="tiny", batch=3, policy="fp32")
+
+
+def test_without_timm_the_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "timm.models.vision_transformer", None)
+    with pytest.raises(InputError, match="pip install 'timm>=1'"):
+        build(TINY, "cpu")
+
+
+def test_images_are_the_seeds_and_the_numbers() -> None:
+    device = torch.device("cpu")
+    images, labels = random_images(0, range(8), 16, 10, device)
+    assert images.shape == (8, 3, 16, 16)
+    assert abs(images.mean()) < 0.05
+    assert abs(images.std() - 1) < 0.05
+    assert ((labels >= 0) & (labels < 10)).all()
+    some, their = random_images(0, range(3, 5), 16, 10, device)
+    assert torch.equal(some, images[3:5])
+    assert torch.equal(their, labels[3:5])
+    assert not torch.equal(random_images(1, range(8), 16, 10, device)[0], images)
+
+
+class TestWithTimm:
+    @pytest.fixture(autouse=True)
+    def timm(self) -> None:
+        pytest.importorskip("timm")
+
+    def test_huge_has_the_articles_parameters(self) -> None:
+        vit = make_vit(VIT_SIZES["huge"], torch.device("meta"), 0, None)
+        assert round(sum(each.numel() for each in vit.parameters()) / 1e6) == 632
+
+    def test_our_attention_is_timms(self) -> None:
+        batch = build(TINY, "cpu").batch(0)
+        timms = make_vit(VIT_SIZES["tiny"], torch.device("cpu"), TINY.seed, None)
+        wanted = timms(*batch)
+        wanted.backward()
+        theirs = dict(timms.named_parameters())
+        for attention in ("sdpa", "reference"):
+            trainable = build(TINY.replace(attention=attention), "cpu")
+            assert len(trainable.blocks) == len(trainable.attention_modules) == 2
+            loss = trainable.loss(batch)
+            torch.testing.assert_close(loss, wanted)
+            loss.backward()
+            for name, parameter in trainable.module.named_parameters():
+                torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-3, atol=1e-6)
