@@ -111,29 +111,17 @@ def test_when_time_is_over_the_rounds_that_were_made_decide(monkeypatch, size, r
     assert sides.generation == (finding == "open"), "no more processes are started"
 
 
-def test_a_side_is_its_quickest_visit():
-    """Three of four visits of NEW were held up."""
-    sides, gated = Sides(lambda side, number, *_: 0.5 * (side == "NEW" and sides.visits[number] % 8 != 2)), rows()
+@pytest.mark.parametrize("cost", ["prepared", "host"])
+def test_a_side_is_its_quickest_visit_and_a_host_is_not(cost):
+    """Three of four visits of NEW were held up, or one of four of BASE had a core that is twice as fast."""
+
+    def longer(side, number, each, generation):
+        visit = sides.visits[number] % 8
+        return 0.5 * (side == "NEW" and visit != 2) if cost == "prepared" else -0.5 * (each == "host" and visit == 4)
+
+    sides, gated = Sides(longer), rows(1, ("prepared", "host"), "cuda")
     run(sides, gated)
-    assert gated[0].series["call"].finding == "same"
-
-
-def test_a_host_is_not_its_quickest_visit():
-    """One of four visits of BASE had a core that is twice as fast."""
-    sides = Sides(lambda side, number, cost, *_: -0.5 * (cost == "host" and sides.visits[number] % 8 == 4))
-    gated = rows(1, ("prepared", "host"), "cuda")
-    run(sides, gated)
-    assert gated[0].series["host"].finding == "same"
-
-
-def test_a_row_is_uncertain_if_base_has_no_rounds_of_one_of_its_costs():
-    gated = rows(1, ("prepared", "backward"), "cuda")
-    gated[0].series["backward"].recorded = []
-    run(Sides(), gated)
-    found = judged(gated)
-    assert gated[0].series["prepared"].finding == "same"
-    assert found.exit_code == 4
-    assert found.outcomes[0].reasons[-1] == "BASE has no rounds of backward"
+    assert gated[0].series[cost].finding == "same"
 
 
 def test_a_cost_that_is_decided_is_not_visited_for_another_that_is_not():
@@ -286,13 +274,15 @@ def test_beside_the_anchor_the_error_covers_the_truth(new, base, apart, rounds):
     assert 0.01 < np.mean([each.shift > each.reach(0.95) for each in estimates]) < 0.08
 
 
-def test_beside_the_anchor_a_row_without_recorded_rounds_is_not_certain():
-    gated = rows(1, ("prepared",), "cuda")
-    gated[0].series["prepared"] = Series("prepared", 0.05, "cuda", [], 0.004)
-    sides = Sides()
+@pytest.mark.parametrize("costs", [("prepared",), ("prepared", "backward")])
+def test_beside_the_anchor_a_row_without_recorded_rounds_of_one_of_its_costs_is_not_certain(costs):
+    sides, gated = Sides(), rows(1, costs, "cuda")
+    *others, missing = gated[0].series.values()
+    gated[0].series[missing.cost] = lacking = Series(missing.cost, 0.05, "cuda", [], 0.004)
     run(sides, gated)
-    assert len(gated[0].series["prepared"].generations) == 2, "a base for a later gate, and no more"
+    assert len(lacking.generations) == 2, "a base for a later gate, and no more"
     assert sides.visits[0] <= 2 * 8 * (1 + LOOKS[2])
+    assert all(each.finding == "same" for each in others)
     found = judged(gated)
     assert found.exit_code == 4
-    assert found.outcomes[0].reasons == ("BASE has no rounds of prepared",)
+    assert found.outcomes[0].reasons[-1] == f"BASE has no rounds of {missing.cost}"

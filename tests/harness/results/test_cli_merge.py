@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from command_line import expect
+from command_line import attnbench, expect, fails_in_one_line
 from planted import in_haste
 from sweep_parts import HERE, parts, row
 
@@ -53,10 +53,7 @@ def test_a_person_reads_parts_and_notes_and_no_file_steers_the_terminal(run, tmp
 
 def test_a_missing_part_is_refused_or_named(run, tmp_path):
     one = run / "part-0001-of-0002"
-    done = expect("merge", tmp_path / "out", one, code=2)
-    assert "part-0000-of-0002 is missing" in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert not (tmp_path / "out").exists()
+    fails_in_one_line(attnbench("merge", tmp_path / "out", one), 2, "part-0000-of-0002 is missing")
     done = expect("merge", tmp_path / "out", one, "--partial")
     assert "part-0000-of-0002 is missing" in done.stdout
     assert f"incomplete; `attnbench sweep --resume --out {tmp_path / 'out'}`" in done.stderr

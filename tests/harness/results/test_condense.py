@@ -38,34 +38,30 @@ def test_a_plan_that_was_never_called_takes_the_shortest_of_its_passes():
     assert (found.time_ms, found.spread_ms, found.usable) == (6.0, None, False)
 
 
-def test_of_two_cases_with_one_spec_the_slower_counts_with_the_larger_errors():
-    other = {"normal": {"out": 0.06}, "outlier": {"out": 0.01}, "sink": {"out": 0.02}}
-    found = entry_of(of_case("first", 1.0), of_case("second", 2.0, error=other))
-    assert found.time_ms == 2.0
-    assert found.errors == {"normal": 0.06, "outlier": 0.08, "sink": 0.02}
-
-
 def inaccurate(name, ms, check):
     return of_case(name, ms, status="inaccurate", reason="wrong", check=check)
 
 
-@pytest.mark.parametrize("check", ["bias", "error"])
-def test_of_two_cases_with_one_spec_the_inaccurate_counts_however_fast(check):
-    found = entry_of(of_case("first", 1.0), inaccurate("second", 0.5, check))
-    assert (found.status, found.check, found.time_ms) == ("inaccurate", check, 0.5)
+FIRST = of_case("first", 1.0)
+OTHERS = {"normal": {"out": 0.06}, "outlier": {"out": 0.01}, "sink": {"out": 0.02}}
+LARGER = {"normal": 0.06, "outlier": 0.08, "sink": 0.02}
+FAILED = {"time_ms": None, "errors": {}, "usable": False, "reason": "so it is"}
 
 
-def test_of_two_inaccurate_cases_with_one_spec_the_one_counts_that_no_budget_allows():
-    found = entry_of(inaccurate("first", 1.0, "error"), inaccurate("second", 0.5, "bias"))
-    assert (found.check, found.usable) == ("bias", False)
-
-
-@pytest.mark.parametrize("status", ["crashed", "oom", "timeout", "error"])
-def test_of_two_cases_with_one_spec_the_one_that_failed_counts(status):
-    failed = with_facts(passed_over(status, "a"), case="second")
-    found = entry_of(of_case("first", 1.0), failed)
-    assert (found.status, found.time_ms, found.errors, found.usable) == (status, None, {}, False)
-    assert found.reason == failed.reason
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        (FIRST, of_case("second", 2.0, error=OTHERS), {"time_ms": 2.0, "errors": LARGER}),  # the slower
+        (FIRST, inaccurate("second", 0.5, "bias"), {"status": "inaccurate", "check": "bias", "time_ms": 0.5}),
+        (FIRST, inaccurate("second", 0.5, "error"), {"status": "inaccurate", "check": "error", "time_ms": 0.5}),
+        (inaccurate("first", 1.0, "error"), inaccurate("second", 0.5, "bias"), {"check": "bias", "usable": False}),
+        *((FIRST, with_facts(passed_over(status), case="second"), {"status": status, **FAILED})
+          for status in ("crashed", "oom", "timeout", "error")),
+    ],
+)  # fmt: skip
+def test_of_two_cases_with_one_spec_the_worse_counts(first, second, expected):
+    found = entry_of(first, second)
+    assert {name: getattr(found, name) for name in expected} == expected
 
 
 def visited(launches, power, case="a", device=0.001, plan="sdpa-flash:bf16"):
@@ -112,11 +108,18 @@ def test_a_row_that_was_measured_at_the_usual_speed_names_no_scale_and_counts():
     assert calls == pytest.approx([0.2] * len(calls))
 
 
-@pytest.mark.parametrize("odd", [{"launch_ms": SLOW_AND_ONE}, {"host_scale": [1.0]}, {"host_ms": [0.1]}])
-def test_a_row_whose_visits_do_not_fit_together_is_one_without_the_hosts_speed(odd):
-    given = with_facts(visited(SLOWS, 1.0), **odd)
+@pytest.mark.parametrize(
+    "given",
+    [
+        row("a", "sdpa-flash:bf16"),
+        *(with_facts(visited(SLOWS, 1.0), **odd)
+          for odd in ({"launch_ms": SLOW_AND_ONE}, {"host_scale": [1.0]}, {"host_ms": [0.1]})),
+    ],
+)  # fmt: skip
+def test_a_row_without_the_hosts_speed_or_whose_visits_do_not_fit_together_is_as_it_was(given):
     assert HostSpeed([given]).usual_ms is None
     assert condense([given])[0].host_ms is None
+    assert HostSpeed([visited(SLOWS, 1.0)]).calls(given) == given.time_ms["call"]
 
 
 @pytest.mark.parametrize("device", [0.001, 9.0])
@@ -144,13 +147,6 @@ def test_a_table_records_for_which_speed_of_the_host_it_is():
     tables = join_sweeps({"all": rows}), table_of(rows[0].environment, rows)
     assert [table.launch_ms for table in tables] == [pytest.approx(median(SLOWS))] * 2
     assert join_sweeps({"old": rows[1:]}).launch_ms is table_of(rows[1].environment, rows[1:]).launch_ms is None
-
-
-def test_a_row_without_the_hosts_speed_is_as_it_was():
-    given = row("a", "sdpa-flash:bf16")
-    assert HostSpeed([given]).usual_ms is None
-    assert condense([given])[0].host_ms is None
-    assert HostSpeed([visited(SLOWS, 1.0)]).calls(given) == given.time_ms["call"]
 
 
 def hosted(spec, plan="sdpa-flash:bf16"):

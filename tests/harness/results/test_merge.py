@@ -90,27 +90,24 @@ def test_two_rows_that_contradict_each_other(tmp_path, first, second, message):
     assert not (tmp_path / "out").exists()
 
 
+DRAWN = [SequenceLengths(layout="packed", q=q) for q in ((5, 3), (3, 5))]
+PACKED = AttentionSpec.make(heads=2, head_dim=16, **DRAWN[0].sizes())
+
+
 @pytest.mark.parametrize(
-    ("other", "message"),
+    ("rows", "message"),
     [
-        (row(1, PLANS[1], case="case 0"), f"'case 0' is {spec(0)} in {{}}, but {spec(1)} in "),
-        (row(0, PLANS[1], error={"outlier": {"out": 0.05}}), "'case 0' are on normal in {}, but on outlier in "),
+        ([row(0), row(1, PLANS[1], case="case 0")], f"'case 0' is {spec(0)} in {{}}, but {spec(1)} in "),
+        ([row(0), row(0, PLANS[1], error={"outlier": {"out": 0.05}})],
+         "'case 0' are on normal in {}, but on outlier in "),
+        ([row(0, spec=PACKED, lengths=each) for each in DRAWN], "'case 0' have other lengths in {} than in "),
     ],
-    ids=["another spec", "other input families"],
-)
-def test_a_case_that_is_another_elsewhere(tmp_path, other, message):
+    ids=["another spec", "other input families", "other lengths"],
+)  # fmt: skip
+def test_a_case_that_is_another_elsewhere(tmp_path, rows, message):
     places = [f".*part-000{number}-of-0002, line 1" for number in range(2)]
-    sources = parts(tmp_path, [row(0)], [other])
+    sources = parts(tmp_path, *([each] for each in rows))
     assert_merge_refused(MisuseError, message.format(places[0]) + places[1], tmp_path / "out", sources, partial=True)
-
-
-def test_a_case_of_sequences_of_other_lengths_elsewhere(tmp_path):
-    drawn = [SequenceLengths(layout="packed", q=q) for q in ((5, 3), (3, 5))]
-    packed = AttentionSpec.make(heads=2, head_dim=16, **drawn[0].sizes())
-    sources = parts(tmp_path, *([row(0, spec=packed, lengths=each)] for each in drawn))
-    assert_merge_refused(
-        MisuseError, "'case 0' have other lengths in .*part-0000.* than in .*part-0001", tmp_path / "out", sources
-    )
 
 
 def test_a_refusal_is_the_same_on_every_node_at_any_time(tmp_path):

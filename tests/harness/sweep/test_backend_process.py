@@ -64,10 +64,14 @@ def requests(worker, since=0):
     return [asked for _, *asked in worker.requests[since:]]
 
 
-def test_after_a_death_the_next_process_gets_the_requests_that_it_needs_and_no_more(process, worker, bench):
-    process.open(CASE)
-    for plan in (A, B, C):
+def prepared(process, *plans, case=CASE):
+    process.open(case)
+    for plan in plans:
         process.prepare(plan)
+
+
+def test_after_a_death_the_next_process_gets_the_requests_that_it_needs_and_no_more(process, worker, bench):
+    prepared(process, A, B, C)
     bench.will(DIED, "sample", A, True, None)
     with pytest.raises(LostError) as raised:
         process.sample(A)
@@ -85,9 +89,8 @@ def test_after_a_death_the_next_process_gets_the_requests_that_it_needs_and_no_m
 
 
 def test_a_plan_is_judged_in_the_state_in_which_it_is_timed(process, worker, bench):
-    process.open(CASE)
+    prepared(process, A, B)
     for plan in (A, B):
-        process.prepare(plan)
         process.sample(plan)
     bench.will(DIED, "conclude", A)
     with pytest.raises(LostError):
@@ -98,8 +101,7 @@ def test_a_plan_is_judged_in_the_state_in_which_it_is_timed(process, worker, ben
 
 
 def test_revivals_end_where_others_go_on_killing_the_worker(process, worker):
-    process.open(CASE)
-    process.prepare(A)
+    prepared(process, A)
     for _ in range(3):
         worker.kill()
         process.sample(A)
@@ -114,8 +116,7 @@ def test_revivals_end_where_others_go_on_killing_the_worker(process, worker):
     process.prepare(B)  # another plan has its own
     worker.kill()
     process.sample(B)
-    process.open(OTHER)  # and so has another case
-    process.prepare(A)
+    prepared(process, A, case=OTHER)  # and so has another case
     worker.kill()
     process.sample(A)
 
@@ -136,9 +137,7 @@ def test_a_case_that_cannot_be_opened_is_not_tried_for_every_plan(process, worke
 
 
 def test_a_case_that_cannot_be_opened_again_after_a_death_is_lost_for_all(process, worker, bench):
-    process.open(CASE)
-    for plan in (A, B):
-        process.prepare(plan)
+    prepared(process, A, B)
     worker.kill()
     bench.will(DIED, "open", CASE)
     for plan in (A, B, A, B):
@@ -151,23 +150,19 @@ def test_a_case_that_cannot_be_opened_again_after_a_death_is_lost_for_all(proces
 @pytest.mark.parametrize("error", [DIED, RAISED])
 @pytest.mark.parametrize("method", ["drop", "close"])
 def test_a_worker_that_cannot_forget_is_replaced(process, worker, bench, error, method):
-    process.open(CASE)
-    process.prepare(A)
+    prepared(process, A)
     arguments = (A,) if method == "drop" else ()
     bench.will(error, method, *arguments)
     getattr(process, method)(*arguments)
     assert not worker.alive
-    process.open(CASE)
-    process.prepare(B)
+    prepared(process, B)
     assert requests(worker)[-2:] == [["open", CASE], ["prepare", B]]
     assert worker.generation == 2
 
 
 def test_a_process_worn_by_a_recording_that_failed_is_replaced_and_the_plan_not_recorded_again(process, worker, bench):
     plans = [Plan.parse(f"x:bf16-{name}") for name in "abcdefg"]  # more than may die of each other
-    process.open(CASE)
-    for plan in plans:
-        process.prepare(plan)
+    prepared(process, *plans)
     bench.wearing = set(plans)
     for plan in plans:
         assert process.sample(plan).worn

@@ -181,19 +181,14 @@ def test_who_had_no_memory_to_be_judged_and_rejoins_is_timed_again_or_slower(for
     assert enters or set(race.slower()) == {first}
 
 
-@pytest.mark.parametrize("fault", ["look", "conclude", "prove"])
-def test_behind_a_winner_that_failed_another_wins(local_workers, paces, fault):
+@pytest.mark.parametrize("fault", ["look", "conclude", "prove", "inaccurate"])
+def test_behind_a_winner_that_failed_or_was_inaccurate_another_wins(local_workers, paces, monkeypatch, fault):
     paces[EXACT] = 0.1
-    local_workers.fail_request(LostError("error", "RuntimeError: no", died=False), fault, EXACT)
+    if fault == "inaccurate":
+        usual = Bench.conclude
+        monkeypatch.setattr(Bench, "conclude", lambda self, plan: replace(usual(self, plan), untouched=plan != EXACT))
+    else:
+        local_workers.fail_request(LostError("error", "RuntimeError: no", died=False), fault, EXACT)
     rows = raced([QUICK, SLOW, EXACT])
-    assert rows[EXACT].status == "error"
+    assert rows[EXACT].status == ("inaccurate" if fault == "inaccurate" else "error")
     assert rows[QUICK].status == rows[SLOW].status == "ok"
-
-
-def test_behind_a_winner_that_was_inaccurate_another_wins(local_workers, paces, monkeypatch):
-    conclude = Bench.conclude
-    monkeypatch.setattr(Bench, "conclude", lambda self, plan: replace(conclude(self, plan), untouched=plan != SLOW))
-    paces[SLOW] = 0.1
-    rows = raced([SLOW, EXACT])
-    assert rows[SLOW].status == "inaccurate"
-    assert rows[EXACT].status == "ok"
