@@ -26,10 +26,13 @@ def of_case(name, ms=1.0, **changes):
     return with_facts(made, **changes)
 
 
-def test_a_time_is_the_median_of_the_calls_beside_their_interquartile_range():
-    found = entry_of(with_facts(row("a"), time_ms={"kernel": [9.0], "call": [1.0, 2.0, 3.0, 5.0, 40.0]}))
-    assert (found.time_ms, found.spread_ms) == (3.0, 3.0)
-    assert found.errors == {"normal": 0.05, "outlier": 0.08}  # without that of the LSE
+@pytest.mark.parametrize("worst", ["out", "dq", "dk", "dv"])
+def test_a_time_is_the_median_of_the_calls_and_an_error_the_worst_but_for_that_of_the_lse(worst):
+    errors = {**dict.fromkeys(("out", "dq", "dk", "dv"), 0.1), "lse": 0.9, worst: 0.2}
+    calls = {"kernel": [9.0], "call": [1.0, 2.0, 3.0, 5.0, 40.0]}
+    found = entry_of(with_facts(row("a"), time_ms=calls, error={"normal": errors, "outlier": {"out": 0.08}}))
+    assert (found.time_ms, found.spread_ms) == (3.0, 3.0)  # the interquartile range
+    assert found.errors == {"normal": 0.2, "outlier": 0.08}
 
 
 def test_a_plan_that_was_never_called_takes_the_shortest_of_its_passes():

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -98,26 +97,19 @@ def test_compressed_runs_are_shown_and_reported_and_never_added_to(trained, tmp_
         (["--parallel", "ddp"], MisuseError, "--out"),
         (["--show", "nowhere=x"], MisuseError, "FOLDER=PRICE"),
         (["--show", "nowhere"], MalformedFileError, "nowhere"),
+        *((f"{asked} --batch 16 --device cpu --out out".split(), AttnbenchError, message) for asked, message in (
+            ("--attention te:fp8>te:fp8 --compare bf16", "te:fp8>te:fp8"),  # one side cannot run here
+            ("--attention bad --compare bf16", "bad"),
+            ("--attention sdpa --compare te:bf16", "te:bf16"),
+            ("--linears te-fp8 --compare bf16 --compare-linears bf16", "linears=te-fp8"),
+            ("--parallel ddp --context-parallel 2 --compare sdpa", "GPUs alone"),
+            ("--model vit-huge --size tiny --block te --compare sdpa", "block=te"),
+            ("--model vit-huge --size tiny --block te --attention auto", "cannot be chosen"),  # not left out silently
+        )),
     ],
-)
-def test_what_cannot_be_is_refused_before_anything_is_trained(arguments, error, message: str) -> None:
+)  # fmt: skip
+def test_what_cannot_be_is_refused_before_anything_is_trained(tmp_path, monkeypatch, arguments, error, message) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError if error is InputError else error, match=message):
         _run(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--attention te:fp8>te:fp8 --compare bf16", "te:fp8>te:fp8"),
-        ("--attention bad --compare bf16", "bad"),
-        ("--attention sdpa --compare te:bf16", "te:bf16"),
-        ("--linears te-fp8 --compare bf16 --compare-linears bf16", "linears=te-fp8"),
-        ("--parallel ddp --context-parallel 2 --compare sdpa", "GPUs alone"),
-        ("--model vit-huge --size tiny --block te --compare sdpa", "block=te"),
-        ("--model vit-huge --size tiny --block te --attention auto", "cannot be chosen"),  # and not left out silently
-    ],
-)
-def test_a_side_that_cannot_run_here_is_refused_before_the_other_is_trained(tmp_path: Path, arguments, message) -> None:
-    with pytest.raises(AttnbenchError, match=message):
-        _run(*arguments.split(), "--batch", "16", "--device", "cpu", "--out", str(tmp_path / "out"))
-    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Linears in other types: the same weights under the same names, everything in a block or a refusal."""
+"""Blocks: linears in other types, all of a block or a refusal; checkpointed and compiled without another gradient."""
 
 import re
 import sys
@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from small_training import gradients
-from torch import nn
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 from attnbench.errors import InputError
 from attnbench.harness.training.config import TrainConfig
@@ -21,7 +23,7 @@ from attnbench.harness.training.models.linears import convert_linears, refusal
 from attnbench.harness.training.models.vit import make_vit
 from attnbench.harness.training.models.vit_sizes import VIT_SIZES
 from attnbench.harness.training.models.vit_te import te_block
-from attnbench.harness.training.run.trainable import build
+from attnbench.harness.training.run.trainable import Trainable, build
 
 CONFIG = TrainConfig.make(seqlen=32, batch=2)
 
@@ -103,12 +105,9 @@ def test_its_own_function_checkpoints_its_blocks(te: SimpleNamespace) -> None:
     assert te.recomputed == 2
 
 
-def test_however_many_there_are_torch_compiles_a_block_a_few_times(
-    te: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@torch._dynamo.config.patch(recompile_limit=4, fail_on_recompile_limit_hit=True)
+def test_however_many_there_are_torch_compiles_a_block_a_few_times(te: SimpleNamespace) -> None:
     torch._dynamo.reset()
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 4)
-    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
     plain, compiled = (build(CONFIG.replace(linears="te-fp8", layers=6, policy="fp32"), "cpu") for _ in range(2))
     compile_blocks(compiled.blocks, backend="eager", within=True)
     checkpoint_blocks(compiled.blocks, te=True)
@@ -193,3 +192,57 @@ def test_the_articles_block_attends_without_a_mask_over_the_axes_of_timm(te: Sim
             "self_attn_mask_type": "no_mask",
             "attn_input_format": "bshd",
         }
+
+
+SHORT = TrainConfig.make(seqlen=48, batch=2, policy="fp32")
+
+
+def test_a_config_decides_whether_blocks_are_compiled() -> None:
+    for asked in (False, True):
+        made = build(SHORT.replace(compile=asked, checkpointing=True), "cpu")
+        assert all((block._compiled_call_impl is not None) == asked for block in made.blocks)
+
+
+def kept(trainable: Trainable) -> int:
+    """Bytes that autograd keeps for the backward."""
+    sizes = {}
+
+    def note(x: Tensor) -> Tensor:
+        sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        trainable.loss(trainable.batch(0))
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "emulated:fp8"])
+def test_checkpointing_gives_the_same_gradients_and_keeps_less(attention: str) -> None:
+    plain = build(SHORT.replace(attention=attention), "cpu")
+    checkpointed = build(SHORT.replace(attention=attention, checkpointing=True), "cpu")
+    after = gradients(checkpointed)
+    torch.testing.assert_close(after, gradients(plain), rtol=1e-5, atol=1e-7)
+    assert kept(checkpointed) < 0.6 * kept(plain)
+    offloaded = build(SHORT.replace(attention=attention, checkpointing=True, offload=True), "cpu")
+    torch.testing.assert_close(gradients(offloaded), after, rtol=0, atol=0)
+    inputs = len(offloaded.blocks) * SHORT.batch * SHORT.seqlen * 128 * 4  # of the blocks, fp32, 128 wide
+    assert kept(checkpointed) - kept(offloaded) >= inputs
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "torch's", "TransformerEngine's"])
+def test_blocks_are_compiled_whole_and_once(monkeypatch: pytest.MonkeyPatch, checkpointing: str) -> None:
+    """TransformerEngine's function switches the compiler off, as this one does."""
+    te = SimpleNamespace(checkpoint=torch._disable_dynamo(checkpoint))
+    monkeypatch.setattr("attnbench.harness.training.models.blocks.transformer_engine", lambda: te)
+    attention, within = "reference" if checkpointing == "torch's" else "sdpa", checkpointing == "TransformerEngine's"
+    plain, compiled = (build(SHORT.replace(attention=attention), "cpu") for _ in range(2))
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    if checkpointing == "torch's":
+        checkpoint_blocks(compiled.blocks, te=False)
+    compile_blocks(compiled.blocks, backend=counter, within=within)  # type: ignore[arg-type]
+    if within:
+        checkpoint_blocks(compiled.blocks, te=True)
+    torch.testing.assert_close(gradients(compiled), gradients(plain), rtol=1e-4, atol=1e-6)
+    assert counter.frame_count == 1  # two blocks alike, no graph break
+    assert checkpointing == "none" or kept(compiled) < 0.6 * kept(plain)
