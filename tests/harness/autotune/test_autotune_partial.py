@@ -36,10 +36,6 @@ def to_be_measured(**how):
     return [list(map(str, plans)) for _, plans in works], tuned
 
 
-def known_of(*rows):
-    return Table.from_entries(HERE.environment, condense(rows)).condensed()
-
-
 def test_with_what_ran_before_and_a_rival_it_is_kept_as_what_it_is(monkeypatch):
     tuned = tuned_by(monkeypatch, row(SLOW, 30.0), row(FAST, 10.0))
     (one,) = tuned.measured
@@ -111,7 +107,7 @@ def near_by(fp8_error=0.05, fp8_ms=1.0, breaks_ms=3.0):
     rows = [
         row(plan, ms, 128, fp8_error) for plan, ms in {SLOW: 4.0, BREAKS: breaks_ms, FAST: 2.0, FP8: fp8_ms}.items()
     ]
-    known_of(*rows).save(own_path())
+    Table.from_entries(HERE.environment, condense(rows)).condensed().save(own_path())
     api.forget_choices()
 
 

@@ -261,8 +261,7 @@ def packed(q, kv):
     return attnbench.attention(q, kv, kv, layout="thd", cu_seqlens_q=STARTS, is_causal=True, max_seqlen_q=37)
 
 
-def test_what_was_captured_is_measured_with_the_lengths_that_it_had(tmp_path):
-    file = tmp_path / "acts.safetensors"
+def test_what_was_captured_is_measured_with_the_lengths_that_it_had(file):
     q, kv = torch.randn(40, 4, 16, dtype=torch.bfloat16), torch.randn(40, 2, 16, dtype=torch.bfloat16)
     rows = torch.randn(2, 2, 8, 16, dtype=torch.bfloat16)
     leaf = q.clone().requires_grad_()
@@ -293,8 +292,7 @@ def test_what_was_captured_is_measured_with_the_lengths_that_it_had(tmp_path):
         draw(training.spec, training.families[0], CPU, SequenceLengths(layout="packed", q=(9, 1, 30)))
 
 
-def test_lengths_that_do_not_fit_their_call_are_reported(tmp_path):
-    file = tmp_path / "acts.safetensors"
+def test_lengths_that_do_not_fit_their_call_are_reported(file):
     x = torch.randn(40, 2, 16, dtype=torch.bfloat16)
     with capture(file):
         packed(x, x)

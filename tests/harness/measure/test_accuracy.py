@@ -255,12 +255,9 @@ def test_a_truth_in_fp32_is_marked_so_and_is_one_for_16_bits(direction):
     exact, narrow = (Truth.of(spec, inputs, registry(), precision=precision) for precision in ("fp64", "fp32"))
     assert "FP32" in narrow.note
     assert "FP64" in exact.note
-    for name, judgement in exact.judge(narrow_values(narrow, spec)).items():
+    # The truth's own values, in the shape in which kernels answer: every group is among them.
+    values = {name: x.reshape(spec.batch, -1, *x.shape[2:]) for name, x in narrow.values.items()}
+    for name, judgement in exact.judge(values).items():
         assert 0 < judgement.error < 1e-5, name
     operands = FakeForward("small:fp8").prepare(inputs.qkv, spec)
     assert not torch.equal(*(truth.exact_on(operands).values["out"] for truth in (exact, narrow))), "nor is its floor"
-
-
-def narrow_values(truth, spec):
-    """The truth's own values, in the shape in which kernels answer: every group is among them."""
-    return {name: x.reshape(spec.batch, -1, *x.shape[2:]) for name, x in truth.values.items()}

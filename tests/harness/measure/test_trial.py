@@ -16,7 +16,7 @@ from attnbench.harness.measure.bench import Bench
 from attnbench.harness.measure.open_case import OpenCase
 from attnbench.harness.measure.timing import Taken, Timer
 from attnbench.harness.measure.trace import LONGEST_NAME, MOST_NAMES, shorten_names
-from attnbench.kernels.contract import ForwardKernel, Result
+from attnbench.kernels.contract import Result
 from attnbench.kernels.plan import Plan
 from attnbench.kernels.registry import Registry
 from attnbench.problem.mask import Mask
@@ -29,20 +29,17 @@ HONEST = Plan.parse("wide:bf16")
 HONEST_TRAINING = Plan.parse("wide:bf16>wide:bf16")
 
 
-class Watching(ForwardKernel):
+class Watching(FakeForward):
     """The exact kernel; every prepare is counted, and may act on the values."""
 
     def __init__(self, act=lambda call, v: None):
-        self.name, self.rows, self.declared_error = "watching:bf16", {"cpu": planted.ROW}, 0.06
+        super().__init__("watching:bf16")
         self.act, self.calls = act, 0
 
     def prepare(self, inputs, spec):
         self.calls += 1
         self.act(self.calls, inputs.v)
-        return planted.EXACT.prepare(inputs, spec)
-
-    def run(self, operands):
-        return planted.EXACT.run(operands)
+        return super().prepare(inputs, spec)
 
 
 WATCHED = Plan.parse("watching:bf16")
@@ -276,18 +273,13 @@ def test_the_probe_for_leaks_leaves_the_only_family_as_it_was(monkeypatch):
     assert worst(findings) < 0.01
 
 
-def test_a_log_sum_exp_that_is_declared_is_not_left_out():
-    class Silent(FakeForward):
-        def run(self, operands):
-            return super().run(operands)._replace(lse=None)
-
-    with pytest.raises(AttnbenchError, match="no log-sum-exp"):
-        trial_of(Silent("silent:bf16")).run()
-
-
-def test_an_answer_in_another_type_than_the_contract_s_is_no_answer():
-    with pytest.raises(AttnbenchError, match=r"out is torch\.float32"):
-        trial_of(FakeForward("wider:bf16", lambda out: out.float())).run()
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"change_lse": lambda lse: None}, "no log-sum-exp"), ({"change": torch.Tensor.float}, r"out is torch\.float32")],
+)
+def test_an_answer_without_what_is_declared_or_in_another_type_is_none(changes, message):
+    with pytest.raises(AttnbenchError, match=message):
+        trial_of(FakeForward("other:bf16", **changes)).run()
 
 
 class Recorded(FakeForward):

@@ -1,6 +1,9 @@
 """The page says what the rows say, for every machine and budget, and nothing that a file holds becomes part of it."""
 
+import base64
+import hashlib
 import re
+import shlex
 from dataclasses import replace
 
 import pytest
@@ -25,6 +28,7 @@ from small_training import run_of
 
 from attnbench.choosing.regret import QUESTIONS, Asked
 from attnbench.errors import MisuseError
+from attnbench.harness.cases.file import read_cases
 from attnbench.harness.report.page import commands, machines, render, results
 from attnbench.harness.report.page.colours import hues_of
 from attnbench.harness.report.page.figures import bytes_of, loss_figure, speed_error_figure, winners_figure
@@ -220,9 +224,6 @@ def test_the_policy_allows_exactly_the_page_s_own_script_and_styles(plain_page, 
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
     for name in ("script", "style"):
-        import base64
-        import hashlib
-
         (body,) = re.findall(f"<{name}>(.*?)</{name}>", plain_page, re.DOTALL)
         assert f"sha256-{base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()}" in policy
 
@@ -286,10 +287,6 @@ def test_a_case_of_a_preset_is_named_and_any_other_is_written_out():
     )
 )  # fmt: skip
 def test_the_yaml_of_a_command_is_the_very_case(tmp_path_factory, spec):
-    import shlex
-
-    from attnbench.harness.cases.file import read_cases
-
     command, _ = commands.sweep_command([row("fa3:bf16", 1.0, spec=spec)])
     words = shlex.split(command)
     file = tmp_path_factory.mktemp("case") / "case.yaml"
