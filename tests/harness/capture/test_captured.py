@@ -161,7 +161,6 @@ HOSTILE = {
     "a huge header": (lambda raw: struct.pack("<Q", 2**25) + b" " * 2**25, "header of at most"),
     "another's tensors": (lambda raw: save({"0.q": torch.zeros(1)}), "metadata"),
     "deep metadata": (lambda raw: save({"0.q": torch.zeros(1)}, {KEY: "[" * 10**5}), "metadata"),
-    "another schema": (lambda raw: content({"schema": "attnbench.captured/2"}, {}), "captured/1"),
 }
 CHANGES = {
     "too many calls": (lambda index, tensors: index.update(calls=index["calls"][:1] * 4097), "calls"),

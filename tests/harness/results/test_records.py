@@ -19,7 +19,7 @@ from sweep_parts import HERE, NUMBERS, PLANS, ROWS, WHEN, part, row
 from attnbench.errors import AttnbenchWarning, MalformedFileError
 from attnbench.harness.measure.accuracy import Detail
 from attnbench.harness.results import records
-from attnbench.harness.results.records import SCHEMA, STATUSES, read_measurements
+from attnbench.harness.results.records import STATUSES, read_measurements
 from attnbench.harness.results.store import MEASUREMENTS, measurements_file
 from attnbench.harness.sequence_lengths import Draw, SequenceLengths
 from attnbench.kernels.plan import Plan
@@ -122,7 +122,6 @@ def test_nonsense_is_refused(wrong):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda row: row.update(schema="other/1"), SCHEMA),
         (lambda row: row.pop("case"), "case"),
         (lambda row: row["spec"].update(heads=0), "heads"),
     ],

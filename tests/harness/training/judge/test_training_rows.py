@@ -3,7 +3,6 @@
 import json
 import math
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_training import build_small, builder, exact, not_a_number_after, run_all, run_of, session_of, small
 
-from attnbench.errors import InputError, MalformedFileError, MisuseError, OutputError
+from attnbench.errors import InputError, MalformedFileError, MisuseError
 from attnbench.harness.training.rows import ROWS, TrainingRun, read_runs, write_runs
 from attnbench.harness.training.run.session import plan_runs
 
@@ -52,16 +51,6 @@ def test_hostile_rows_are_refused_with_their_line(tmp_path: Path, change, messag
     with pytest.raises(MalformedFileError, match=message) as caught:
         list(read_runs(tmp_path))
     assert caught.value.line == 2
-
-
-def test_a_disk_that_is_full_leaves_the_rows_that_were_there(tmp_path: Path, monkeypatch) -> None:
-    path = tmp_path / ROWS
-    write_runs(path, [run_of([1.0])])
-    before = path.read_bytes()
-    monkeypatch.setattr("os.replace", Mock(side_effect=OSError(28, "No space left on device")))
-    with pytest.raises(OutputError, match="No space"):
-        write_runs(path, [run_of([2.0])])
-    assert path.read_bytes() == before
 
 
 def test_throughput_and_utilisation_come_from_undisturbed_steps() -> None:
