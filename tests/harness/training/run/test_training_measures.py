@@ -76,6 +76,7 @@ def test_the_share_is_the_time_that_attention_takes() -> None:
     assert share.share == pytest.approx((share.forward_ms + share.backward_ms) / share.busy_ms)
     assert not core._forward_hooks
     assert not core._backward_hooks
+    assert share_of_attention([lambda: None], [], CPU, compiled=False) is None  # without attention
 
 
 @pytest.mark.parametrize(("backward", "beside", "last"), [(0, 30, False), (80, 0, True)])
@@ -89,10 +90,6 @@ def test_a_recomputed_forward_counts_as_forward_and_only_once_and_may_end_inside
     rest = share.busy_ms - share.forward_ms - share.backward_ms
     assert rest > 0
     assert rest >= beside
-
-
-def test_without_attention_there_is_no_share() -> None:
-    assert share_of_attention([lambda: None], [], CPU, compiled=False) is None
 
 
 def test_a_gpu_is_busy_while_it_computes_and_not_while_it_waits_for_other_ranks() -> None:
