@@ -195,6 +195,8 @@ def test_what_lost_a_race_is_shared_with_its_time_and_counts_as_a_plan_to_choose
 
 def test_no_row_makes_no_submission() -> None:
     assert submission_of({"a folder": []}, registry()) is None
+    (fault, *_) = faults([with_visits(row, 1.0) for row in ROWS])
+    assert "no two visits agree on the time of 36 of 36" in fault
 
 
 # --- others' tables ---
