@@ -1,19 +1,25 @@
-"""The user's own table: several writers, killed writers, full disks, and which entries are usable here."""
+"""The tables that choices use: the user's own with several writers, those of folders, and the shipped ones."""
 
 import json
 import multiprocessing
 import os
+import threading
 import warnings
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from fakes import an_environment
+from patience import PATIENCE
 
 from attnbench import AttentionSpec, Plan
 from attnbench.errors import AttnbenchWarning
 from attnbench.kernels.registry import registry
 from attnbench.state import forget
+from attnbench.tables import folders
 from attnbench.tables.environment import Environment
+from attnbench.tables.folders import folder_tables
 from attnbench.tables.table import Entry, Table
 from attnbench.tables.user_table import Known, known_tables, update_user_table, user_table_path
 
@@ -132,23 +138,174 @@ def test_a_damaged_table_is_a_miss_with_one_warning_and_is_replaced():
         assert len(known_tables(CPU).at(SPEC)) == 1
 
 
-# --- the user's before the shipped one ---
+# --- those of folders and the shipped ones ---
 
 H200 = an_environment(device_type="cuda", device_name="NVIDIA H200", capability="9.0")
+H100 = replace(H200, device_name="NVIDIA H100 80GB HBM3")
 GPU = torch.device("cuda", 0)
 
 
+def gpu_table(*times: float, environment: Environment = H100, spec: AttentionSpec = SPEC) -> Table:
+    """Of fast:bf16 and slow:bf16."""
+    plans = zip(("fast:bf16", "slow:bf16"), times, strict=False)
+    return table(*(entry_of(plan, time, spec) for plan, time in plans), environment=environment)
+
+
 @pytest.fixture
-def on_an_h200(monkeypatch, tmp_path):
-    """The path of a shipped table for the H200 that this process detects."""
-    monkeypatch.setattr(Environment, "detect", classmethod(lambda *_: H200))
-    monkeypatch.setattr("attnbench.tables.shipped._FOLDER", tmp_path)
-    return tmp_path / "nvidia-h200.json"
+def shipped(monkeypatch, tmp_path):
+    """The folder of shipped tables, filled by the test, in a process that detects an H100."""
+    monkeypatch.setattr(Environment, "detect", classmethod(lambda *_: H100))
+    monkeypatch.setattr("attnbench.tables.shipped._FOLDER", tmp_path / "shipped")
+    return tmp_path / "shipped"
 
 
-def test_a_damaged_shipped_table_is_skipped_with_a_warning(on_an_h200):
-    on_an_h200.write_text("{")
-    update_user_table(table(entry_of("fast:bf16"), environment=H200))
+@pytest.fixture
+def folder(shipped, monkeypatch, tmp_path):
+    place = tmp_path / "folder"
+    place.mkdir()
+    monkeypatch.setenv("ATTNBENCH_TABLES", str(place))
+    return place
+
+
+def times(spec: AttentionSpec = SPEC) -> dict[str, float]:
+    return {str(plan): entry.time_ms for plan, entry in known_tables(GPU).at(spec).items()}
+
+
+def warning_of_folders(*, of: int = 1) -> str:
+    """The single warning of reading the folders; asserts that reading them again gives none."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert len(folder_tables()) == of
+        assert len(folder_tables()) == of
+    assert [each.category for each in caught] == [AttnbenchWarning]
+    message = str(caught[0].message)
+    assert message.isprintable()
+    return message
+
+
+def test_folder_tables_rank_after_the_users_and_before_the_shipped(folder, shipped):
+    one, two, three = (SPEC.replace(batch=batch) for batch in (1, 2, 3))
+    both = [gpu_table(1.0, 2.0, spec=spec).entries for spec in (one, two)]
+    Table(H100, {**both[0], **both[1]}).save(folder / "mine.json")
+    of_all = [gpu_table(5.0, 6.0, spec=spec).entries for spec in (one, two, three)]
+    Table(H100, {key: entry for each in of_all for key, entry in each.items()}).save(
+        shipped / "nvidia-h100-80gb-hbm3.json"
+    )
+    update_user_table(gpu_table(9.0, spec=one))
+    assert times(one) == {"fast:bf16": 9.0}  # the user's alone, though others know more plans
+    assert times(two) == {"fast:bf16": 1.0, "slow:bf16": 2.0}
+    assert times(three) == {"fast:bf16": 5.0, "slow:bf16": 6.0}
+    assert [each.scaled_from for each in known_tables(GPU).tables] == [None, None, None]
+
+
+def test_another_gpus_table_is_scaled_if_possible_and_ignored_otherwise(folder):
+    gpu_table(1.0, environment=replace(H200, device_name="NVIDIA B200", capability="10.0")).save(folder / "a.json")
+    gpu_table(2.0, environment=an_environment()).save(folder / "b.json")
+    assert known_tables(GPU).tables == ()
+    gpu_table(3.0, environment=H200).save(folder / "c.json")
+    forget()
+    (found,) = known_tables(GPU).tables
+    assert (found.scaled_from, found.environment.device_name) == ("NVIDIA H200", H100.device_name)
+    assert 3.0 < times()["fast:bf16"] < 3.0 * 4.8 / 3.35
+    assert known_tables(GPU).note is None
+
+
+def test_all_tables_are_converted_to_the_first_known_host_speed(folder, shipped):
+    def save(path, launch_ms, **more):
+        entries = [replace(each, host_ms=9.0, device_ms=1.0) for each in gpu_table(9.0, **more).entries.values()]
+        Table.from_entries(more.get("environment", H100), entries, launch_ms).save(path)
+
+    save(folder / "a.json", None, spec=SPEC.replace(batch=2))
+    save(folder / "b.json", 0.01)
+    save(shipped / "nvidia-h200.json", 0.03, environment=H200)
+    tables = known_tables(GPU).tables
+    assert [each.launch_ms for each in tables] == [None, 0.01, 0.01]
+    assert [entry.time_ms for each in tables for entry in each.entries.values()] == [9.0, 9.0, pytest.approx(3.0)]
+
+
+def test_tables_of_this_gpu_rank_before_scaled_ones(folder, shipped):
+    gpu_table(1.0, 1.0, environment=H200).save(folder / "a.json")
+    gpu_table(2.0).save(folder / "b.json")
+    gpu_table(3.0, 3.0, environment=H200).save(shipped / "nvidia-h200.json")
+    assert times() == {"fast:bf16": 2.0}
+    own, other = known_tables(GPU).tables  # which is whole, but has no spec of its own GPU twice
+    assert own.scaled_from is None
+    assert (other.scaled_from, set(other.specs)) == ("NVIDIA H200", {SPEC})
+
+
+def unknown_plan(path: Path) -> None:
+    gpu_table(1.0).save(path)
+    path.write_text(path.read_text().replace("fast:bf16", "../../etc/passwd"))
+
+
+HOSTILE = {
+    "braces and a name that would steer a terminal": lambda path: path.write_text("[\x1b[2J"),
+    "newer": lambda path: path.write_text('{"schema": "attnbench.table/99"}'),
+    "fifo": os.mkfifo,
+    "dangling": lambda path: path.symlink_to("nowhere"),
+    "too fast": lambda path: gpu_table(1e-6, environment=H200).save(path),
+    "unknown plan": unknown_plan,
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_an_invalid_table_is_named_in_one_warning_and_others_are_used(kind, folder):
+    gpu_table(1.0).save(folder / "good.json")
+    HOSTILE[kind](folder / "bad.json")
+    found: list[str] = []
+    reader = threading.Thread(target=lambda: found.append(warning_of_folders()), daemon=True)
+    reader.start()
+    reader.join(PATIENCE)
+    assert not reader.is_alive(), "it is waited for"
+    assert "bad.json: " in found[0]
+    assert "good.json" not in found[0]
+    assert times() == {"fast:bf16": 1.0}
+
+
+def test_hidden_nested_and_non_json_files_are_ignored(folder):
+    gpu_table(1.0).save(folder / "good.json")
+    for name in (".draft.json", "x.lock", "README.md", "json"):
+        (folder / name).write_text("{")
+    (folder / "deeper").mkdir()
+    (folder / "deeper" / "x.json").write_text("{")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(folder_tables()) == 1
+
+
+@pytest.mark.parametrize("place", ["nowhere", "a-file", "zero\0byte"])
+def test_an_unreadable_folder_is_skipped_and_others_are_used(place, folder, monkeypatch, tmp_path):
+    gpu_table(1.0).save(folder / "good.json")
+    (tmp_path / "a-file").write_text("x")
+    value = f"{tmp_path / place}{os.pathsep}{folder}"
+    monkeypatch.setattr(os, "environ", {**os.environ, "ATTNBENCH_TABLES": value})  # the real one takes no zero byte
+    assert "cannot be read" in warning_of_folders()
+    assert times() == {"fast:bf16": 1.0}
+
+
+def test_the_numbers_of_files_and_bytes_are_limits_of_all_folders_together(folder, monkeypatch, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    for number in range(4):
+        gpu_table(1.0).save(folder / f"{number}.json")
+        gpu_table(1.0).save(other / f"{number}.json")
+    monkeypatch.setenv("ATTNBENCH_TABLES", f"{folder}{os.pathsep}{other}")
+    size = (folder / "0.json").stat().st_size
+    for limit, most, of, first in (
+        ("_MOST_FILES", 6, 6, "2.json and those after it: there are more than 6 files"),
+        ("_MOST_FILES", 4, 4, "0.json and those after it: there are more than 4 files"),
+        ("_MOST_BYTES", 6 * size, 6, "2.json and those after it: all files have more than"),
+    ):
+        forget()
+        with monkeypatch.context() as patch:
+            patch.setattr(folders, limit, most)
+            assert f"in {other} are not used: {first}" in warning_of_folders(of=of)
+
+
+def test_a_damaged_shipped_table_is_skipped_with_a_warning(shipped):
+    shipped.mkdir()
+    (shipped / "nvidia-h100-80gb-hbm3.json").write_text("{")
+    update_user_table(gpu_table(1.0))
     with pytest.warns(AttnbenchWarning, match="the table that attnbench ships cannot be used"):
         known = known_tables(GPU)
     assert len(known.tables) == 1
