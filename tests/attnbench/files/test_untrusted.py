@@ -11,7 +11,6 @@ from attnbench import AttentionSpec, Mask, Plan
 from attnbench.errors import AttnbenchError, InputError, MalformedFileError
 from attnbench.files.untrusted import open_regular
 from attnbench.kernels.registry import registry
-from attnbench.tables.environment import Environment
 from attnbench.text.printable import brief, printable
 
 HUGE = 10**10_000  # which Python refuses to write out
@@ -62,12 +61,6 @@ def test_a_path_that_is_not_a_file_is_an_error_without_blocking(tmp_path: Path, 
 
 
 SHAPE = {"batch": 1, "heads": 4, "seqlen_q": 64, "head_dim": 32}
-ENVIRONMENT = {
-    "device_type": "cpu", "device_name": "x", "torch": "2", "python": "3", "platform": "x", "cpu": "x", "threads": 1,
-    "attnbench": "0",
-}  # fmt: skip
-
-
 WRONG = [HUGE, -HUGE, "x" * 10**5, "\x1b[2J", [HUGE], {"\x1b": HUGE}, float("nan"), object()]
 
 
@@ -88,11 +81,6 @@ def test_every_invalid_spec_field_raises_a_short_printable_error(name: str, valu
         lambda: Mask(left=-HUGE),
         lambda: Mask(right=[HUGE]),
         lambda: Mask(alignment="\x1b" * 10**5),
-        lambda: Environment.from_dict({**ENVIRONMENT, "threads": HUGE}),
-        lambda: Environment.from_dict({**ENVIRONMENT, "cpu": "\x1b" * 10**5}),
-        lambda: Environment.from_dict({**ENVIRONMENT, "\x1b" * 10**5: 1}),
-        lambda: Environment.from_dict({**ENVIRONMENT, "backends": {"\x1b" * 10**5: HUGE}}),
-        lambda: Environment.from_dict({**ENVIRONMENT, "commit": "\x1b"}),
         lambda: Plan.parse("\x1b" * 10**5),
         lambda: registry().backend("9" * 10**6),
         lambda: registry().check("fa3:" + "9" * 10**6),

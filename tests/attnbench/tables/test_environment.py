@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import fake_nvml
 import pytest
@@ -13,6 +14,7 @@ from command_line import attnbench
 from hypothesis import given
 from hypothesis import strategies as st
 from places import RESULTS
+from submission_rows import H200
 
 from attnbench.errors import InputError
 from attnbench.harness.results.records import read_measurements
@@ -22,14 +24,7 @@ from attnbench.state import forget
 from attnbench.tables.environment import Environment, own_commit
 from attnbench.tables.nvml import Nvml
 
-GPU = Environment(
-    device_type="cuda", device_name="NVIDIA H200", device_count=8, capability="9.0", driver="580.159", cuda="13.0",
-    cudnn="9.19.0", torch="2.11.0", triton="3.6.0", python="3.12.3", platform="Linux", cpu="a CPU", threads=16,
-    attnbench="0.1.0", backends={"fa3": "0.4.2", "fa4": "4.0"}, origins={"fa3": "sglang-kernel"},
-    uuid_hash="0123456789ab", clock_mhz=1980, power_cap_w=700, memory_bytes=150_754_820_096, commit="7968c17372e6",
-)  # fmt: skip
-
-
+FIELDS = H200.to_dict()
 ONE, TWO = "00000000-aaaa-bbbb-cccc-000000000001", "00000000-aaaa-bbbb-cccc-000000000002"
 
 
@@ -78,23 +73,22 @@ def commit_at(monkeypatch, module: Path) -> str | None:
 
 
 def test_the_commit_is_the_checkouts_and_marks_local_changes(monkeypatch, tmp_path):
-    clean, untracked, changed = (make_checkout(tmp_path / name) for name in ("clean", "untracked", "changed"))
+    untracked, changed = (make_checkout(tmp_path / name) for name in ("untracked", "changed"))
     (untracked.parent / "results.jsonl").write_text("{}\n")
     changed.write_text("something else\n")
     monkeypatch.setenv("GIT_DIR", str(changed.parents[2] / ".git"))  # as in a hook of another repository
     monkeypatch.setenv("GIT_WORK_TREE", str(changed.parents[2]))
-    head = git(clean.parents[2], "rev-parse", "HEAD")
-    assert commit_at(monkeypatch, clean) == head[:12]
-    assert commit_at(monkeypatch, untracked) == git(untracked.parents[2], "rev-parse", "HEAD")[:12]
-    assert commit_at(monkeypatch, changed) == git(changed.parents[2], "rev-parse", "HEAD")[:12] + "-dirty"
+    for module, mark in ((untracked, ""), (changed, "-dirty")):
+        assert commit_at(monkeypatch, module) == git(module.parents[2], "rev-parse", "HEAD")[:12] + mark
     assert Environment.detect(torch.device("cpu"), Registry(())).commit == own_commit()
 
 
 def test_only_attnbenchs_own_repository_is_read(monkeypatch, tmp_path):
     other = make_checkout(tmp_path / "other", '[project]\nname = "theirs"\n')
-    installed = other.parents[2] / "site-packages" / "attnbench" / "tables" / "environment.py"
-    installed.parent.mkdir(parents=True)
-    (other.parents[2] / "site-packages" / "pyproject.toml").write_text('[project]\nname = "attnbench"\n')
+    installed, damaged = (other.parents[2] / name / "attnbench/tables/environment.py" for name in ("site", "vendored"))
+    for module in (installed, damaged):
+        module.parents[2].mkdir()
+        (module.parents[2] / "pyproject.toml").write_text('[project]\nname = "attnbench"\n')
     spy = tmp_path / "bin" / "git"
     spy.parent.mkdir()
     spy.write_text(f"#!/bin/sh\necho asked >> {tmp_path}/asked\n")
@@ -104,9 +98,7 @@ def test_only_attnbenchs_own_repository_is_read(monkeypatch, tmp_path):
         assert commit_at(patch, other) is None
         assert commit_at(patch, installed) is None
         assert not (tmp_path / "asked").exists()
-    damaged = other.parents[2] / "vendored" / "attnbench" / "tables" / "environment.py"
-    (damaged.parents[2] / ".git").mkdir(parents=True)
-    (damaged.parents[2] / "pyproject.toml").write_text('[project]\nname = "attnbench"\n')
+    (damaged.parents[2] / ".git").mkdir()
     assert commit_at(monkeypatch, damaged) is None
 
 
@@ -125,11 +117,11 @@ def test_doctor_shows_the_facts_of_each_gpu(monkeypatch):
 
 
 @given(
-    st.sampled_from(sorted(GPU.to_dict())),
+    st.sampled_from(sorted(FIELDS)),
     st.none() | st.integers() | st.lists(st.integers()) | st.text() | st.floats(),
 )
 def test_any_value_is_an_environment_or_an_input_error(name, value):
-    data = {**GPU.to_dict(), name: value}
+    data = {**FIELDS, name: value}
     try:
         found = Environment.from_dict(data)
     except InputError as error:
@@ -142,30 +134,19 @@ def test_any_value_is_an_environment_or_an_input_error(name, value):
 @pytest.mark.parametrize(
     "wrong",
     [
-        [],
-        {},
-        {**GPU.to_dict(), "colour": "red"},
-        {**GPU.to_dict(), "torch": None},
-        {**GPU.to_dict(), "driver": 580.1},
-        {**GPU.to_dict(), "threads": True},
-        {**GPU.to_dict(), "cpu": "x" * 257},
-        {**GPU.to_dict(), "backends": {"fa3": 3}},
-        {**GPU.to_dict(), "backends": {str(number): "1" for number in range(257)}},
-        {**GPU.to_dict(), "origins": {"fa3": None}},
-        {**GPU.to_dict(), "uuid_hash": "GPU-00000000-aaaa"},
-        {**GPU.to_dict(), "commit": "0123456789ab-dirty\n"},
-        {**GPU.to_dict(), "clock_mhz": 1980.0},
-        {**GPU.to_dict(), "power_cap_w": 2**20},
-        {**GPU.to_dict(), "memory_bytes": 2**60},
+        [], {}, {**FIELDS, "colour": "red"}, {**FIELDS, "\x1b" * 10**5: 1}, {**FIELDS, "threads": True},
+        {**FIELDS, "threads": 10**10_000}, {**FIELDS, "cpu": "x" * 257}, {**FIELDS, "cpu": "\x1b" * 10**5},
+        {**FIELDS, "backends": {"fa3": 3}}, {**FIELDS, "backends": {str(number): "1" for number in range(257)}},
+        {**FIELDS, "backends": {"\x1b" * 10**5: 3}}, {**FIELDS, "origins": {"fa3": None}},
+        {**FIELDS, "uuid_hash": "GPU-00000000-aaaa"}, {**FIELDS, "commit": "0123456789ab-dirty\n"},
+        {**FIELDS, "clock_mhz": 1980.0}, {**FIELDS, "power_cap_w": 2**20}, {**FIELDS, "memory_bytes": 2**60},
     ],
-)
-def test_invalid_fields_are_refused(wrong):
-    with pytest.raises(InputError):
+)  # fmt: skip
+def test_invalid_fields_are_refused_in_a_short_printable_line(wrong):
+    with pytest.raises(InputError) as caught:
         Environment.from_dict(wrong)
-
-
-def raise_nvml_error(*arguments: object) -> None:
-    raise fake_nvml.NVMLError("Insufficient Permissions")
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 1500
 
 
 @pytest.mark.parametrize("prefix", ["", "GPU-", "MIG-"])
@@ -180,7 +161,7 @@ def test_a_mig_instance_and_a_gpu_are_distinguished_by_their_prefix(monkeypatch,
 @pytest.mark.parametrize("query", ["nvmlSystemGetDriverVersion", "nvmlDeviceGetName", "nvmlShutdown"])
 def test_a_refused_nvml_query_gives_a_reason(monkeypatch, query):
     fake_nvml.install(monkeypatch, fake_nvml.Board(f"GPU-{ONE}"))
-    monkeypatch.setattr(f"pynvml.{query}", raise_nvml_error)
+    monkeypatch.setattr(f"pynvml.{query}", Mock(side_effect=fake_nvml.NVMLError("Insufficient Permissions")))
     with Nvml() as nvml:
         assert (nvml.driver() is None) == (query == "nvmlSystemGetDriverVersion")
         assert nvml.names() == ([] if query == "nvmlDeviceGetName" else ["NVIDIA H200"])

@@ -1,23 +1,21 @@
 """Entries of a table that are valid elsewhere: none on another device, and none of another backend release."""
 
+import re
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from submission_rows import H200
 
 from attnbench import AttentionSpec, Plan
 from attnbench.kernels.registry import registry
 from attnbench.tables.binding import Binding, release_of
-from attnbench.tables.environment import Environment
 from attnbench.tables.table import Entry, Table
 
 SPEC = AttentionSpec.make(batch=1, heads=4, seqlen_q=1024, head_dim=64, direction="training")
-THERE = Environment(
-    device_type="cuda", device_name="NVIDIA H200", device_count=1, capability="9.0", driver="580.1",
-    uuid_hash="0" * 12, clock_mhz=1980, power_cap_w=700, memory_bytes=150 * 10**9, cuda="13.0", cudnn="9.19.0",
-    torch="2.11.0", triton="3.6.0", python="3.12.3", platform="Linux", cpu="A CPU", threads=16, attnbench="0.1.0",
-    commit="abcdef0",
+THERE = replace(
+    H200, driver="580.1",
     backends={
         "sdpa-flash": "2.11.0+cu130", "sdpa-cudnn": "2.11.0+cu130", "flex": "2.11.0+cu130", "te": "2.20.2",
         "fa3": "0.4.2.post2", "fa4": "4.0.0b36", "triton": "3.6.0", "cudnn": "1.32.0", "sage": "1.0.6",
@@ -32,6 +30,7 @@ PLANS = (
     "cudnn:bf16", "sage:int8",
 )  # fmt: skip
 ON_CUDNN, ON_TRITON = {"te:fp8", "sdpa-cudnn:bf16", "cudnn:bf16"}, {"flex:bf16", "triton:fp8", "sage:int8"}
+ON_TORCH, ON_FA4 = {"sdpa-flash:bf16", "sdpa-cudnn:bf16", "flex:bf16"}, {"fa4:bf16", "fa3:fp8>fa4:bf16"}
 TABLE = Table.from_entries(THERE, [Entry(SPEC, Plan.parse(plan), "ok", 1.0, 0.0, {"normal": 0.1}) for plan in PLANS])
 
 
@@ -58,26 +57,14 @@ def torch_upgrade(torch: str, local: str = "+cu130") -> dict[str, object]:
         (installed_backends(te="2.21.0"), {"te:fp8"}, "measured with te 2.20.2, here is 2.21.0"),
         (installed_backends(te="2.20.2rc1"), {"te:fp8"}, "measured with te 2.20.2, here is 2.20.2rc1"),
         (installed_backends(te="unknown"), {"te:fp8"}, "here is unknown"),
-        (
-            installed_backends(fa4="4.0.0b37"),
-            {"fa4:bf16", "fa3:fp8>fa4:bf16"},
-            "measured with fa4 4.0.0b36, here is 4.0.0b37",
-        ),
+        (installed_backends(fa4="4.0.0b37"), ON_FA4, "measured with fa4 4.0.0b36, here is 4.0.0b37"),
         ({"cudnn": "9.20.0"}, ON_CUDNN, "measured with cudnn 9.19.0, here is 9.20.0"),
         ({"triton": "3.7.0"}, ON_TRITON, "measured with triton 3.6.0, here is 3.7.0"),
-        (torch_upgrade("2.12.0"), {"sdpa-flash:bf16", "sdpa-cudnn:bf16", "flex:bf16"}, "here is 2.12.0+cu130"),
-        (torch_upgrade("2.11.0.dev20260101"), {"sdpa-flash:bf16", "sdpa-cudnn:bf16", "flex:bf16"}, "dev20260101"),
+        (torch_upgrade("2.12.0"), ON_TORCH, r"here is 2.12.0\+cu130"),
+        (torch_upgrade("2.11.0.dev20260101"), ON_TORCH, "dev20260101"),
         ({"origins": {"fa3": "flash-attn-3"}}, {"fa3:fp8>fa4:bf16"}, "from sglang, here it comes from flash-attn-3"),
-        (
-            {"origins": {"te": "transformer-engine 2.20.2 on cuDNN 92000"}},
-            {"te:fp8"},
-            "here it comes from transformer-engine 2.20.2 on cuDNN 92000",
-        ),
-        (
-            {"origins": {"fa4": "flash-attn-4 4.0.0b36 with nvidia-cutlass-dsl 4.9.0"}},
-            {"fa4:bf16", "fa3:fp8>fa4:bf16"},
-            "cutlass-dsl 4.9.0",
-        ),
+        ({"origins": {"te": "transformer-engine 2.20.2 on cuDNN 92000"}}, {"te:fp8"}, "it comes from .* cuDNN 92000"),
+        ({"origins": {"fa4": "flash-attn-4 4.0.0b36 with nvidia-cutlass-dsl 4.9.0"}}, ON_FA4, "cutlass-dsl 4.9.0"),
     ],
 )
 def test_another_release_of_a_backend_drops_only_its_entries(changes, gone, message):
@@ -85,7 +72,7 @@ def test_another_release_of_a_backend_drops_only_its_entries(changes, gone, mess
     assert found.refused == ()
     assert unused_plans(found) == gone
     assert set(found.dropped) <= {kernel.partition(":")[0] for plan in gone for kernel in plan.split(">")}
-    assert any(message in reason for reason in found.dropped.values())
+    assert any(re.search(message, reason) for reason in found.dropped.values())
 
 
 @pytest.mark.parametrize(
