@@ -9,24 +9,21 @@ from dense import dense_attention, dense_gradients, relative_l2
 from fakes import FakeForward, fake_backend, fake_registry
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import Problem
 
 from attnbench import AttentionSpec, Mask, Plan, attention, explain, use_backend
 from attnbench.choosing.selector import choose
 from attnbench.errors import BudgetError, InputError, NoPlanError
 from attnbench.kernels.capabilities import Device
 from attnbench.kernels.registry import registry
-from attnbench.problem.dtypes import TO_TORCH
 
 HERE = Device("cpu", "A CPU")
 WIDE = ("bf16", "fp16", "fp32", "fp64")
 
 
-def random_tensors(spec: AttentionSpec, seed: int = 0) -> list[torch.Tensor]:
+def random_tensors(spec: AttentionSpec) -> tuple[torch.Tensor, ...]:
     """Normal q, k, v and dO."""
-    generator = torch.Generator().manual_seed(seed)
-    keys = (spec.batch, spec.kv_heads, spec.seqlen_kv, spec.head_dim)
-    rows = (spec.batch, spec.heads, spec.seqlen_q, spec.head_dim)
-    return [torch.randn(each, generator=generator).to(TO_TORCH[spec.dtype]) for each in (rows, keys, keys, rows)]
+    return Problem(spec, "bhsd", strided=False, seed=0).tensors()
 
 
 def square(dtype: str = "bf16", direction: str = "forward") -> AttentionSpec:

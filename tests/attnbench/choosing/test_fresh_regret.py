@@ -19,6 +19,8 @@ from attnbench.tables.table import Entry, Table
 from attnbench.tables.user_table import Known
 
 FRESH = [spec(3000, mask=mask) for mask in MASKS]
+NEAR, FAR = Plan("near:bf16"), Plan("far:bf16")
+SLOW_NEAR = FORMULAS | {"near:bf16": (0.02, 9.0, 0.002)}
 
 
 def truth(laws=FORMULAS, specs=FRESH):
@@ -27,6 +29,11 @@ def truth(laws=FORMULAS, specs=FRESH):
 
 def scores(of=None, tables=None):
     return list(fresh_scores(of or truth(), Known.of(tables or formula_table()), KNOWN))
+
+
+def contenders_of(at, plans, tables, known=KNOWN):
+    here = an_environment()
+    return contenders(at, plans, Known.of(tables), known, Device(here.device_type, here.device_name))
 
 
 def test_choices_are_scored_at_the_host_speed_of_the_tables():
@@ -47,7 +54,7 @@ def test_choices_are_scored_at_the_host_speed_of_the_tables():
 
 
 def test_contenders_include_the_choices_and_exclude_plans_that_are_surely_slower():
-    slow, near, far = (Plan.parse(name) for name in ("slow:bf16", "near:bf16", "far:bf16"))
+    slow, slow_fp8, new = (Plan.parse(name) for name in ("slow:bf16", "slow:fp8", "new:bf16"))
     known = fake_registry(
         fake_backend("near", FakeForward("near:bf16", preference=10)),
         fake_backend("far", FakeForward("far:bf16", preference=20), FakeForward("far:fp8")),
@@ -56,47 +63,38 @@ def test_contenders_include_the_choices_and_exclude_plans_that_are_surely_slower
     )
     # FP8 is so fast that by it no other plan could win.
     laws = FORMULAS | {"slow:bf16": (0.1, 9.0, 0.002), "slow:fp8": (0.1, 9.0, 0.06), "far:fp8": (0.1, 0.5, 0.06)}
-    tables = Known.of(formula_table(laws))
-    new = Plan.parse("new:bf16")
-    plans = [near, far, slow, new, Plan.parse("far:fp8"), Plan.parse("slow:fp8")]
-    here = an_environment()
-    device = Device(here.device_type, here.device_name)
+    tables = formula_table(laws)
     for at in FRESH:
-        found = contenders(at, plans, tables, known, device)
-        assert slow not in found
-        assert Plan.parse("slow:fp8") not in found
-        assert {near, far, new} <= found.keys()  # of the new one nothing is known
+        found = contenders_of(at, [NEAR, FAR, slow, new, Plan("far:fp8"), slow_fp8], tables, known)
+        assert not {slow, slow_fp8} & found.keys()
+        assert {NEAR, FAR, new} <= found.keys()  # of the new one nothing is known
         required = {plan for plan, wanted in found.items() if wanted}
-        assert required == {each.plan for each in fresh_scores(truth(laws), tables, known) if each.spec == at}
+        assert required == {each.plan for each in fresh_scores(truth(laws), Known.of(tables), known) if each.spec == at}
 
 
 def test_a_plan_whose_prediction_is_uncertain_stays_a_contender():
     """It is predicted to be 1.8 times as slow by times that scatter by a third about the law."""
-    chance, plans = random.Random(5), [Plan.parse("near:bf16"), Plan.parse("far:bf16")]
+    chance = random.Random(5)
     table = formula_table({"near:bf16": (0.02, 2.0, 0.002), "far:bf16": (0.02, 3.6, 0.002)})
     wild = {
         key: replace(each, time_ms=each.time_ms * math.exp(chance.gauss(0, 0.3))) for key, each in table.entries.items()
     }
-    here = an_environment()
     for tables, expected in ((table, 1), (replace(table, entries=wild), 2)):
-        found = contenders(FRESH[0], plans, Known.of(tables), KNOWN, Device(here.device_type, here.device_name))
-        assert len(found) == expected
+        assert len(contenders_of(FRESH[0], [NEAR, FAR], tables)) == expected
 
 
 def test_where_the_choice_has_no_time_every_plan_is_a_contender():
     """All that is known of near:bf16 is that it is not accurate enough."""
-    plans = [Plan.parse("near:bf16"), Plan.parse("far:bf16")]
-    here, tables = an_environment(), Known.of(formula_table({"near:bf16": (0.02, 2.0, 0.5)}))
-    found = contenders(FRESH[0], plans, tables, KNOWN, Device(here.device_type, here.device_name))
-    assert found == dict(zip(plans, (False, True), strict=True))
+    tables = formula_table({"near:bf16": (0.02, 2.0, 0.5)})
+    assert contenders_of(FRESH[0], [NEAR, FAR], tables) == {NEAR: False, FAR: True}
 
 
 def test_a_plan_that_lost_a_race_is_scored_by_its_time_alone():
     lost = {
-        key: replace(each, status="slower", time_ms=9.0, errors={}) if str(key[1]) == "near:bf16" else each
+        key: replace(each, status="slower", time_ms=9.0, errors={}) if key[1] == NEAR else each
         for key, each in truth().entries.items()
     }
-    found = [each for each in scores(replace(truth(), entries=lost)) if str(each.plan) == "near:bf16"]
+    found = [each for each in scores(replace(truth(), entries=lost)) if each.plan == NEAR]
     assert len(found) >= len(FRESH)
     for each in found:
         assert (each.error, each.violated) == (None, False)
@@ -119,9 +117,8 @@ def test_a_summary_passes_up_to_each_bound():
 
 
 def test_a_summary_ranks_steady_regrets_and_counts_all_rules():
-    plan = Plan.parse("near:bf16")
     steady, noisy = (
-        FreshScore(FRESH[0], Asked(False), plan, basis, plan, regret, 0.002, 0.01, basis != "rule")
+        FreshScore(FRESH[0], Asked(False), NEAR, basis, NEAR, regret, 0.002, 0.01, basis != "rule")
         for basis, regret in (("predicted", 0.01), ("rule", 5.0))
     )
     (found,) = summary_of([*[steady] * 9, replace(steady, regret=0.3), noisy])
@@ -131,24 +128,22 @@ def test_a_summary_ranks_steady_regrets_and_counts_all_rules():
 @pytest.mark.parametrize("compiles", [False, True])
 def test_plans_that_must_be_compiled_are_excluded_earlier(compiles):
     """It is 35 % slower, and the measurements follow the formula exactly, so the prediction is certain."""
-    near, other = Plan.parse("near:bf16"), Plan.parse("other:bf16")
+    other = Plan("other:bf16")
     known = fake_registry(
         fake_backend("near", FakeForward("near:bf16")),
         fake_backend("other", FakeForward("other:bf16"), compiles=compiles),
     )
     laws = {"near:bf16": FORMULAS["near:bf16"], "other:bf16": (0.02, 2.7, 0.002)}
-    tables = Known.of(formula_table(laws))
-    here = an_environment()
     for at in FRESH:
-        found = contenders(at, [near, other], tables, known, Device(here.device_type, here.device_name))
+        found = contenders_of(at, [NEAR, other], formula_table(laws), known)
         assert (other in found) == (not compiles)
-        assert found[near]
+        assert found[NEAR]
 
 
 def test_entries_for_the_scored_shape_itself_are_ignored():
     """The table has a false fast time of the slow plan at the fresh shape only; using it would change the choice."""
     at = FRESH[0]
-    lie = Entry(at, Plan.parse("near:bf16"), "ok", 1e-6, 1e-9, {"outlier": 0.002})
+    lie = Entry(at, NEAR, "ok", 1e-6, 1e-9, {"outlier": 0.002})
     table = Table(formula_table().environment, dict(formula_table().entries) | {(at, lie.plan): lie})
     plain, lied = ([(each.plan, each.basis) for each in scores(truth(), tables)] for tables in (formula_table(), table))
     assert plain == lied
@@ -157,13 +152,12 @@ def test_entries_for_the_scored_shape_itself_are_ignored():
 def test_a_fast_choice_beyond_its_budget_is_a_failure():
     """far:fp8 has an error of 0.06 in the table and 0.5 at the fresh shapes."""
     wild = truth(FORMULAS | {"far:fp8": (0.3, 0.1, 0.5)})
-    found = [each for each in scores(wild) if each.plan == Plan.parse("far:fp8")]
+    found = [each for each in scores(wild) if each.plan == Plan("far:fp8")]
     assert found
     assert all(each.violated for each in found)
     assert not any(each.passes for each in summary_of(found))
-    assert any(
-        each.violations for each in summary_of(scores(with_noisy_times(["far:fp8"], wild)))
-    )  # scatter hides none
+    noisy = summary_of(scores(with_noisy_times(["far:fp8"], wild)))
+    assert any(each.violations for each in noisy)  # scatter hides none
 
 
 def test_dtypes_absent_from_every_table_are_chosen_by_rule_and_counted():
@@ -186,7 +180,7 @@ def with_noisy_times(plans, table, specs=FRESH):
 @pytest.mark.parametrize("hidden", ["the choice", "the best"])
 def test_choices_with_noisy_times_are_not_scored(hidden):
     """By 16 bits near:bf16 is chosen at both shapes, which takes nine times as long as far:bf16 at the second."""
-    slow = truth(FORMULAS | {"near:bf16": (0.02, 9.0, 0.002)}, FRESH[1:])
+    slow = truth(SLOW_NEAR, FRESH[1:])
     both = replace(truth(), entries={**truth(specs=FRESH[:1]).entries, **slow.entries})
     (plain,) = summary_of(each for each in scores(both) if not each.asked.fp8)
     assert (plain.choices, plain.unsteady) == (2, 0)
@@ -205,44 +199,47 @@ def test_choices_with_noisy_times_are_not_scored(hidden):
 check = partial(attnbench, "table", "check")
 
 
-def test_the_command_reports_noisy_times_and_fails_if_all_are_noisy(tmp_path, monkeypatch):
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """The paths of the table that chooses, which is written, and of the fresh results, on the fake kernels."""
     monkeypatch.setattr("attnbench.kernels.registry.registry", lambda: KNOWN)
-    mine, fresh = tmp_path / "mine.json", tmp_path / "fresh.json"
-    formula_table().save(mine)
-    with_noisy_times(FORMULAS, truth(specs=FRESH[:1])).save(fresh)
-    fails(check(mine, "--on", fresh), 2, "every time scatters by more than 20%", "idle")
+    formula_table().save(tmp_path / "mine.json")
+    return tmp_path / "mine.json", tmp_path / "fresh.json"
+
+
+def test_the_command_reports_noisy_times_and_fails_if_all_are_noisy(files):
+    mine, fresh = files
     table = with_noisy_times(FORMULAS, truth(specs=FRESH[:1]))
+    table.save(fresh)
+    fails(check(mine, "--on", fresh), 2, "every time scatters by more than 20%", "idle")
     replace(table, entries={**table.entries, **truth(specs=FRESH[1:]).entries}).save(fresh)
     run = check(mine, "--on", fresh)
     assert run.returncode == 0
     assert "2 of 4 choices are not scored" in run.stdout
     assert "regret" not in run.stdout  # of which none that counts was above 10 %
 
-    slow = truth(FORMULAS | {"near:bf16": (0.02, 9.0, 0.002)}, FRESH[1:])
+    slow = truth(SLOW_NEAR, FRESH[1:])
     for lost, listed in ((slow, True), (with_noisy_times(FORMULAS, slow), False)):
         replace(table, entries={**truth(specs=FRESH[:1]).entries, **lost.entries}).save(fresh)
         assert (str(FRESH[1]) in check(mine, "--on", fresh).stdout) is listed
 
 
-def test_the_command_scores_results_without_measuring_and_exits_by_the_bounds(tmp_path, monkeypatch):
-    monkeypatch.setattr("attnbench.kernels.registry.registry", lambda: KNOWN)
-    mine, fresh = tmp_path / "mine.json", tmp_path / "fresh.json"
-    formula_table().save(mine)
+def test_the_command_scores_results_without_measuring_and_exits_by_the_bounds(files):
+    mine, fresh = files
     truth().save(fresh)
     run = check(mine, "--on", fresh, "--format", "json")
     assert run.returncode == 0
     data = json.loads(run.stdout)
     assert data["passed"]
     assert {each["regret"] for each in data["choices"]} == {0.0}
-    truth(FORMULAS | {"near:bf16": (0.02, 9.0, 0.002), "far:fp8": (0.3, 9.0, 0.06)}).save(fresh)
+    truth(SLOW_NEAR | {"far:fp8": (0.3, 9.0, 0.06)}).save(fresh)
     run = check(mine, "--on", fresh)
     assert run.returncode == 1
     assert "failed: 2 shapes" in run.stdout
 
 
-def test_the_command_scales_a_table_of_another_gpu_to_that_of_the_results(tmp_path, monkeypatch):
-    monkeypatch.setattr("attnbench.kernels.registry.registry", lambda: KNOWN)
-    mine, fresh = tmp_path / "mine.json", tmp_path / "fresh.json"
+def test_the_command_scales_a_table_of_another_gpu_to_that_of_the_results(files):
+    mine, fresh = files
     there = replace(an_environment(), device_type="cuda", device_name="NVIDIA H200", capability="9.0")
     replace(formula_table(), environment=there).save(mine)
     for name, basis in (("NVIDIA H100 80GB HBM3", {"scaled"}), ("NVIDIA H200", {"predicted"})):

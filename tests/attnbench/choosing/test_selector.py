@@ -94,12 +94,21 @@ def test_a_failure_in_the_same_class_outweighs_a_success_in_another():
     )
 
 
+def measured_in(name: str, time: float, spread: float) -> Candidate:
+    return Candidate(Plan(name), "eligible", time_ms=time, spread_ms=spread, basis="measured")
+
+
+def predicted_in(name: str, time: float, error: float) -> Candidate:
+    return Candidate(Plan(name), "eligible", time_ms=time, basis="predicted", time_error=error)
+
+
+RANKING = Ranking(spec(), lambda plan: 0.0, None)
+
+
 def test_the_more_certain_of_two_close_predictions_wins():
     def winner(wide: float) -> str:
-        guesses = {"fast:bf16": (wide, 0.3), "slow:bf16": (1.0, 0.05)}
-        candidates = [Candidate(Plan(name), "eligible", time_ms=time, basis="predicted", time_error=error)
-                      for name, (time, error) in guesses.items()]  # fmt: skip
-        return str(Ranking(spec(), lambda plan: 0.0, None).winner(candidates).plan)
+        candidates = [predicted_in("fast:bf16", wide, 0.3), predicted_in("slow:bf16", 1.0, 0.05)]
+        return str(RANKING.winner(candidates).plan)
 
     assert (winner(0.98), winner(0.8)) == ("slow:bf16", "fast:bf16")
 
@@ -109,23 +118,17 @@ def test_the_more_certain_of_two_close_predictions_wins():
     [(0.9, 0.08, True, 0.08), (0.9, 0.15, False, 0.15), (0.995, 0.001, False, 0.01)],
 )
 def test_a_prediction_must_lead_what_was_measured_by_its_error_and_by_one_per_cent(time, error, wins, counts):
-    known = Candidate(Plan("slow:bf16"), "eligible", time_ms=1.0, spread_ms=0.05, basis="measured")
-    guess = Candidate(Plan("fast:bf16"), "eligible", time_ms=time, basis="predicted", time_error=error)
-    ranking = Ranking(spec(), lambda plan: 0.0, None)
-    found = ranking.winner([known, guess])
+    known, guess = measured_in("slow:bf16", 1.0, 0.05), predicted_in("fast:bf16", time, error)
+    found = RANKING.winner([known, guess])
     assert (found is guess) is wins
-    margin, other = ranking.margin(found, [known, guess]), known if wins else guess
+    margin, other = RANKING.margin(found, [known, guess]), known if wins else guess
     assert (margin.runner_up, margin.noise) == (other.plan, counts)
     assert margin.gap == pytest.approx(other.time_ms / found.time_ms - 1)
 
 
 def test_the_lead_over_a_measured_plan_is_beside_the_noise_of_both():
-    one, other = (
-        Candidate(Plan(name), "eligible", time_ms=time, spread_ms=0.04 * time, basis="measured")
-        for name, time in (("slow:bf16", 1.0), ("fast:bf16", 2.0))
-    )
-    margin = Ranking(spec(), lambda plan: 0.0, None).margin(one, [one, other])
-    assert margin.noise == pytest.approx(0.02 * math.sqrt(2))
+    one, other = measured_in("slow:bf16", 1.0, 0.04), measured_in("fast:bf16", 2.0, 0.08)
+    assert RANKING.margin(one, [one, other]).noise == pytest.approx(0.02 * math.sqrt(2))
 
 
 def test_a_plan_measured_at_other_specs_competes_with_plans_measured_at_this_one():
@@ -292,13 +295,12 @@ def test_the_order_of_entries_does_not_matter(rows, length, budget, fp8, chance:
 def test_a_plan_that_cannot_win_changes_nothing(rows, length, budget, fp8, why):
     before = choice_or_none(*rows, length=length, max_error=budget, fp8=fp8)
     slowest = max((each.time_ms for each in rows), default=1.0)
-    newcomer = [
-        Entry(spec(seqlen_q=at), Plan("study:bf16"), "crashed", reason="it broke")
-        if why == "broken"
-        else entry("study:bf16", *((slowest * 50, spec(seqlen_q=at)) if why == "slower" else (1e-3, spec(seqlen_q=at))),
-                   normal=0.0001 if why == "slower" else 2.0)
-        for at in LENGTHS
-    ]  # fmt: skip
+    facts = {
+        "slower": ("ok", slowest * 50, 0.0, {"normal": 0.0001}),
+        "inaccurate": ("ok", 1e-3, 0.0, {"normal": 2.0}),
+        "broken": ("crashed",),
+    }[why]
+    newcomer = [Entry(spec(seqlen_q=at), Plan("study:bf16"), *facts) for at in LENGTHS]
     after = choice_or_none(*rows, *newcomer, length=length, max_error=budget, fp8=fp8)
     if before is None or before.basis == "rule":
         assert after is None or before is not None or after.plan == Plan("study:bf16")
