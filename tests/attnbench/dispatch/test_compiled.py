@@ -1,4 +1,4 @@
-"""attention under torch.compile and torch.export: one operator, eager results, no graph break."""
+"""attention under torch.compile and torch.export, also of packed and padded batches: one operator, eager results."""
 
 import asyncio
 import threading
@@ -6,10 +6,12 @@ import threading
 import pytest
 import torch
 import torch._dynamo.testing
+from packed import starts
 from problems import tensors
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from attnbench import api, attention, use_backend
+from attnbench import api, attention, guard, state, use_backend
 from attnbench.dispatch import memory
 from attnbench.errors import AttnbenchError, InputError
 from examples import every_pair
@@ -36,10 +38,12 @@ def compiled(function, **options):
     return torch.compile(function, fullgraph=True, **{"backend": "aot_eager", **options})
 
 
-def step(function, x, **arguments) -> list[Tensor]:
-    out = function(*x, **arguments)
+def step(function, x, *given, **named) -> list[Tensor]:
+    """Out, the log-sum-exp if it is returned, and the gradients of random numbers times out."""
+    answer = function(*x, *given, **named)
+    out, *more = answer if isinstance(answer, tuple) else (answer,)
     grad_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
-    return [out, *torch.autograd.grad(out, x, grad_out)]
+    return [out, *more, *torch.autograd.grad(out, x, grad_out)]
 
 
 def same(one, two) -> bool:
@@ -60,11 +64,7 @@ def test_compiled_is_eager_to_the_bit(plan, spec):
 
 @pytest.mark.parametrize(
     ("dtype", "layout", "backend"),
-    [
-        (torch.float32, "bshd", "inductor"),
-        (torch.float64, "bshd", "aot_eager"),
-        (torch.float16, "bhsd", "aot_eager"),
-    ],
+    [(torch.float32, "bshd", "inductor"), (torch.float64, "bshd", "aot_eager"), (torch.float16, "bhsd", "aot_eager")],
 )
 def test_layouts_and_dtypes(dtype, layout, backend):
     """Between operations that inductor fuses, in one test only, because its compiler takes seconds."""
@@ -253,3 +253,115 @@ def test_an_export_of_dynamic_shapes_chooses_at_run_time(strict):
     for sq in (5, 40):
         longer = tensors(sq=sq)[0]
         assert torch.equal(program.module()(longer, k, v), attention(longer, k, v, is_causal=True))
+
+
+# --- packed and padded batches ---
+
+
+def packed_tensors(tokens: int, grad: bool = True):
+    random = torch.Generator().manual_seed(tokens)
+    return [torch.randn(tokens, heads, 16, generator=random).requires_grad_(grad) for heads in (4, 2, 2)]
+
+
+def packed(q, k, v, cu, longest: int, **named):
+    named = {"is_causal": True, "return_lse": True, **named}
+    return attention(q * 2, k, v, layout="thd", cu_seqlens_q=cu, max_seqlen_q=longest, **named)
+
+
+@pytest.mark.parametrize("plan", ["auto", pytest.param("emulated:fp8>emulated:fp8", marks=pytest.mark.exhaustive)])
+def test_totals_that_vary_need_one_graph_and_few_choices(plan: str):
+    """Other tokens, other lengths and another number of sequences at each step; a bound that varies is one more."""
+    state.forget()
+    memory.programs.forget()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    function = compiled(packed, backend=counter)
+    for lengths in ([30, 33], [20, 0, 43], [5, 58, 1], [1, 2, 60]):
+        x, cu = packed_tensors(sum(lengths)), starts(lengths)
+        for each in (*x, cu):
+            torch._dynamo.mark_dynamic(each, 0)
+        assert same(step(function, x, cu, 64, backend=plan), step(packed, x, cu, 64, backend=plan))
+    assert counter.frame_count == 1
+    assert len(memory.programs.entries) == 2  # of two and of three sequences
+    for longest in (60, 61, 62):
+        function(*x, cu, longest, backend=plan)
+    assert counter.frame_count == 2
+
+
+def test_padded_rows_and_separate_key_lengths_compile():
+    random = torch.Generator().manual_seed(3)
+    x = [torch.randn(3, size, heads, 8, generator=random).requires_grad_() for size, heads in ((6, 4), (7, 2), (7, 2))]
+    lengths = torch.tensor([3, 0, 6], dtype=torch.int32)
+
+    def padded(q, k, v, side: str, of_q, of_k):
+        named = {"padding_side": side, "layout": "bshd", "return_lse": True}
+        return attention(q, k, v, q_lengths=of_q, kv_lengths=of_k, **named)
+
+    function = compiled(padded)
+    for own in (("left", lengths, lengths), ("left", None, lengths), ("right", lengths, lengths + 1)):
+        assert same(step(function, x, *own), step(padded, x, *own))
+    apart = packed_tensors(9)
+    more = {"cu_seqlens_kv": starts([2, 7]), "max_seqlen_kv": 9}
+    function = compiled(packed)
+    assert same(step(function, apart, starts([4, 5]), 9, **more), step(packed, apart, starts([4, 5]), 9, **more))
+
+
+def test_checkpointing_works_within_and_around_compiled_code():
+    x, cu = packed_tensors(9), starts([4, 5])
+
+    def kept(*given):
+        return checkpoint(packed, *given, use_reentrant=False)
+
+    exact = step(packed, x, cu, 9)
+    assert same(step(compiled(kept), x, cu, 9), exact)
+    function = compiled(packed)
+    assert same(step(lambda *given: checkpoint(function, *given, use_reentrant=False), x, cu, 9), exact)
+
+
+def test_a_guard_checks_a_compiled_step_of_a_packed_batch():
+    x = packed_tensors(9)
+    with guard(every=1, max_error=0.2, on_breach="raise") as watch:
+        step(compiled(packed), x, starts([4, 5]), 9)
+    assert watch.checks == 2
+
+
+def test_unsupported_compilation_or_vmap_raises_an_error_with_advice():
+    x, cu = packed_tensors(9), starts([4, 5])
+
+    def refused(words: str, **named):
+        function = compiled(attention)
+        with pytest.raises(Exception, match=words):
+            function(*x, layout="thd", **named)
+
+    refused("pass max_seqlen_q", cu_seqlens_q=cu)
+    refused("max_seqlen_kv where", cu_seqlens_q=cu, cu_seqlens_kv=starts([2, 7]), max_seqlen_q=9)
+    refused("needs cu_seqlens_q")
+    refused("sinks are not served", cu_seqlens_q=cu, max_seqlen_q=9, sinks=torch.zeros(4))
+    refused("must ascend from 0 to 9", cu_seqlens_q=starts([4, 6]), max_seqlen_q=9)
+    x[2] = x[2][:8]
+    refused("agree in length", cu_seqlens_q=cu, max_seqlen_q=9)
+    nested = torch.nested.nested_tensor_from_jagged(x[0], cu.long())
+    with pytest.raises(Exception, match="nested tensors are not served within"):
+        compiled(lambda x: attention(x, x, x, layout="bshd"))(nested)
+    q, k, v = packed_tensors(9)
+    with pytest.raises(InputError, match="has no vmap"):
+        torch.func.vmap(lambda q: packed(q, k, v, cu, 9))(torch.stack([q, q]))
+
+
+def test_torch_func_gradients_and_exported_programs_work():
+    q, k, v = packed_tensors(9)
+    cu = starts([4, 5])
+
+    def loss(x) -> Tensor:
+        return packed(x, k.detach(), v.detach(), cu, 9)[0].square().sum()
+
+    assert torch.equal(torch.func.grad(loss)(q.detach()), torch.autograd.grad(loss(q), q)[0])
+
+    class Module(torch.nn.Module):
+        def forward(self, q, k, v, cu):
+            return packed(q, k, v, cu, 9)
+
+    x = packed_tensors(9, grad=False)
+    tokens = {0: torch.export.Dim("tokens", min=2, max=4096)}
+    for shapes in (None, (tokens, tokens, tokens, None)):
+        program = torch.export.export(Module(), (*x, cu), dynamic_shapes=shapes)
+        assert same(list(program.module()(*x, cu)), list(packed(*x, cu, 9)))

@@ -10,6 +10,7 @@ from patience import PATIENCE
 from problems import tensors
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
+from watched_passes import watch_passes
 
 from attnbench import api, attention, explain, use_backend
 from attnbench.dispatch import memory
@@ -18,18 +19,8 @@ from attnbench.state import Cache
 
 
 @pytest.fixture
-def passes_run(monkeypatch) -> list[tuple[str, object]]:
-    """(forward kernel, spec) of every pass that ran."""
-    seen: list[tuple[str, object]] = []
-    original = Execution.answer
-
-    def watched(self, inputs):
-        seen.append((self.forward.name, self.spec))
-        return original(self, inputs)
-
-    monkeypatch.setattr(Execution, "answer", watched)
-    monkeypatch.setattr(Execution, "_whole", lambda self, device_type: None)
-    return seen
+def passes_run(monkeypatch) -> list[Execution]:
+    return watch_passes(monkeypatch)
 
 
 CALLS = {
@@ -66,10 +57,11 @@ def test_every_argument_is_part_of_the_key(passes_run):
     for x, arguments in [*calls, *reversed(calls)]:
         choice = explain(*x, **{"backend": "reference", **arguments})
         attention(*x, **{"backend": "reference", **arguments})
-        assert passes_run.pop() == (choice.plan.forward, choice.spec)
+        ran = passes_run.pop()
+        assert (ran.forward.name, ran.spec) == (choice.plan.forward, choice.spec)
     with torch.no_grad():
         attention(q, grads[1], v, backend="reference")
-    assert passes_run.pop()[1] == explain(q, k, v).spec
+    assert passes_run.pop().spec == explain(q, k, v).spec
 
 
 def test_layouts_and_grouping_are_part_of_the_key(passes_run):
@@ -78,7 +70,7 @@ def test_layouts_and_grouping_are_part_of_the_key(passes_run):
     attention(x[:, :, :2], x, x)
     attention(x[:, :2], x[:, :2], x[:, :2])
     attention(x[:, :2], x[:, :2], x[:, :2], layout="bshd")
-    sizes = [(spec.heads, spec.seqlen_q, spec.seqlen_kv) for _, spec in passes_run]
+    sizes = [(spec.heads, spec.seqlen_q, spec.seqlen_kv) for spec in (ran.spec for ran in passes_run)]
     assert sizes == [(4, 4, 4), (4, 2, 4), (2, 4, 4), (4, 2, 2)]
     attention(x, x[:, :2], x[:, :2])
     with pytest.raises(ValueError, match="enable_gqa"):
@@ -118,7 +110,7 @@ def test_a_cached_choice_is_not_used_after_the_state_changed(passes_run):
         assert CountingMode.seen == turn
         lying_otherwise = (x.mT.contiguous().mT for x in (leaf, k, v))
         assert torch.allclose(attention(*lying_otherwise), wanted, atol=1e-6)
-        assert [spec.training for _, spec in passes_run] == [False, True] + 6 * [False]
+        assert [ran.spec.training for ran in passes_run] == [False, True] + 6 * [False]
 
 
 def test_a_cache_is_bounded_and_keeps_no_entry_from_before_it_was_cleared():
@@ -173,7 +165,7 @@ def test_a_context_applies_to_checkpoint_recomputation(passes_run):
     with use_backend("emulated:fp8"):
         out = checkpoint(attention, *x, use_reentrant=False, context_fn=contexts)
     out.sum().backward()
-    assert [plan for plan, _ in passes_run] == ["emulated:fp8", "emulated:fp8"]
+    assert [ran.forward.name for ran in passes_run] == ["emulated:fp8", "emulated:fp8"]
 
 
 def test_a_choice_by_rule_warns_only_at_the_first_call_of_a_question(monkeypatch):

@@ -1,4 +1,4 @@
-"""The example training loop: run alone, again with its file of choices, and on two ranks."""
+"""Training: the example loop, alone and on two ranks, and the gradients of models that two ranks train together."""
 
 import io
 import json
@@ -10,6 +10,7 @@ import sys
 from contextlib import redirect_stdout
 
 import pytest
+import ranks
 import torch
 from patience import PATIENCE
 from places import ROOT
@@ -21,9 +22,12 @@ SMALL = ("--steps", 11, "--batch", 4, "--log-every", 5)
 FP8 = ("--backend", "emulated", "--max-error", 0, *SMALL)
 
 
-def losses(*arguments, ranks=1):
+needs_ranks = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
+
+
+def losses(*arguments, processes=1):
     """The losses that the example printed, by step."""
-    if ranks == 1:
+    if processes == 1:
         forget()
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out:
             patch.setenv("XDG_CACHE_HOME", os.devnull)  # no table of the person who runs this
@@ -33,7 +37,7 @@ def losses(*arguments, ranks=1):
         forget()
         printed = out.getvalue()
     else:
-        launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+        launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}")
         done = subprocess.run(
             [sys.executable, *launcher, EXAMPLE, *map(str, arguments)], capture_output=True, text=True,
             timeout=PATIENCE, check=False, env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
@@ -72,8 +76,27 @@ def test_a_later_run_repeats_the_choices_of_the_file(fp8_run):
     assert losses(*FP8, "--choices", path, "--missing", "raise") == found
 
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
+@needs_ranks
 @pytest.mark.exhaustive
 def test_two_ranks_learn_like_one(fp8_run, tmp_path):
-    assert losses(*FP8, "--choices", tmp_path / "two.json", ranks=2) == pytest.approx(fp8_run[0], rel=0.02)
+    assert losses(*FP8, "--choices", tmp_path / "two.json", processes=2) == pytest.approx(fp8_run[0], rel=0.02)
     assert len(choices(tmp_path / "two.json")) == 1
+
+
+@pytest.fixture(scope="module")
+def gradients_folder(tmp_path_factory):
+    """The folder with the gradients of the ranks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    ranks.run_ranks(ranks.__file__, [[str(rank), str(folder)] for rank in range(ranks.RANKS)], folder)
+    return folder
+
+
+@needs_ranks
+@pytest.mark.parametrize("kind", ranks.KINDS)
+def test_two_ranks_find_the_gradients_of_one(kind, gradients_folder):
+    found = torch.load(gradients_folder / f"{kind}.pt")
+    alone = [ranks.gradients(ranks.model(), x) for x in ranks.batches()]
+    assert found.keys() == alone[0].keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, torch.stack([each[name] for each in alone]).mean(0), rtol=1e-5, atol=1e-7)
+        assert gradient.abs().max() > 0

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from problems import tensors
+from watched_passes import watch_passes
 
 from attnbench import attention, explain, freeze
 from attnbench.cli import app
@@ -16,18 +17,8 @@ from attnbench.kernels.execution import Execution
 
 
 @pytest.fixture
-def forward_plans(monkeypatch) -> list[str]:
-    """The plan of every forward that ran."""
-    seen: list[str] = []
-    original = Execution.answer
-
-    def watched(self, *args):
-        seen.append(str(self.plan))
-        return original(self, *args)
-
-    monkeypatch.setattr(Execution, "answer", watched)
-    monkeypatch.setattr(Execution, "_whole", lambda self, device_type: None)
-    return seen
+def passes_run(monkeypatch) -> list[Execution]:
+    return watch_passes(monkeypatch)
 
 
 def freeze_other(path: Path, *asked: dict, x=None) -> str:
@@ -64,13 +55,13 @@ def test_the_command_line_explains_a_frozen_file(path, capsys):
         app([*asked, "65"], standalone_mode=False)
 
 
-def test_compiled_programs_follow_the_file(path, forward_plans):
+def test_compiled_programs_follow_the_file(path, passes_run):
     torch._dynamo.reset()
     x = tensors(grad=True)
     function = torch.compile(lambda *x: attention(*x, is_causal=True), fullgraph=True, backend="aot_eager")
     other = freeze_other(path, {"is_causal": True}, x=x)
     expected = function(*x)
-    usual = forward_plans.pop()
+    usual = passes_run.pop().plan
     with freeze(path, missing="raise"):
         found = function(*x)
         grads = torch.autograd.grad(found.sum(), x)
@@ -79,15 +70,15 @@ def test_compiled_programs_follow_the_file(path, forward_plans):
         assert all(map(torch.equal, grads, torch.autograd.grad(eager.sum(), x)))
         late = function(*x)
         (grad,) = torch.autograd.grad(function(*x).sum(), x[:1])
-    assert {*forward_plans} == {other}
+    assert {str(ran.plan) for ran in passes_run} == {other}
     assert torch.equal(torch.autograd.grad(late.sum(), x)[0], grad)  # a backward follows its forward
-    forward_plans.clear()
+    passes_run.clear()
     assert torch.equal(function(*x), expected)
-    assert forward_plans == [usual]
+    assert [ran.plan for ran in passes_run] == [usual]
     torch._dynamo.reset()
 
 
-def test_an_export_of_dynamic_shapes_uses_the_open_file(path, forward_plans):
+def test_an_export_of_dynamic_shapes_uses_the_open_file(path, passes_run):
     class Module(torch.nn.Module):
         def forward(self, q, k, v):
             return attention(q, k, v)
@@ -98,11 +89,11 @@ def test_an_export_of_dynamic_shapes_uses_the_open_file(path, forward_plans):
     other = freeze_other(path, {})
     for expected, context in (("sdpa-flash:bf16", contextlib.nullcontext()), (other, freeze(path)),
                               ("sdpa-flash:bf16", contextlib.nullcontext())):  # fmt: skip
-        forward_plans.clear()
+        passes_run.clear()
         with context:
             program(q, k, v)
             program(q, k, v)
-        assert forward_plans == [expected] * 2
+        assert [str(ran.plan) for ran in passes_run] == [expected] * 2
 
 
 def test_only_one_freeze_is_open_and_it_ends_with_its_block(path, tmp_path, monkeypatch):
