@@ -17,14 +17,7 @@ from attnbench import Plan, freeze
 from attnbench.choosing import selector
 from attnbench.choosing.demotion import demote, demoted
 from attnbench.choosing.selector import choose
-from attnbench.errors import (
-    AttnbenchWarning,
-    BudgetError,
-    FrozenError,
-    MalformedFileError,
-    NoPlanError,
-    RefusedError,
-)
+from attnbench.errors import AttnbenchWarning, BudgetError, FrozenError, MalformedFileError, NoPlanError, RefusedError
 from attnbench.freezing import file as frozen_file
 from attnbench.freezing import freeze as freezing
 from attnbench.kernels.capabilities import Device
@@ -137,31 +130,31 @@ def test_a_file_damaged_during_a_run_is_an_error_and_not_overwritten(fakes, path
     assert not path.read_text().endswith("]}\n")
 
 
-@pytest.mark.parametrize("kind", ["another version", "another origin", "not installed", "unknown", "refused"])
+CANNOT_RUN = {
+    "another version": (Availability(version="1.0.1"), "recorded with fast 1.0, here is 1.0.1"),
+    "another origin": (
+        Availability(version="1.0", origin="another-wheel"), "recorded with fast 1.0, here is 1.0 from another-wheel",
+    ),
+    "not installed": (Availability(reason="the driver is too old"), "the driver is too old"),
+    "unknown": (None, "no backend is named 'fats'"),
+    "refused": (None, "needs another head size"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CANNOT_RUN)
 def test_a_recorded_plan_that_cannot_run_here_is_refused_with_reasons(fakes, path, kind, monkeypatch):
     known = fakes("fast:bf16", "slow:bf16")
     with freeze(path):
         assert str(choose(spec(), CPU).plan) == "fast:bf16"
-    answers = {
-        "another version": Availability(version="1.0.1"),
-        "another origin": Availability(version="1.0", origin="another-wheel"),
-        "not installed": Availability(reason="the driver is too old"),
-    }
-    if kind in answers:
-        known._availability["fast"] = answers[kind]
+    answer, words = CANNOT_RUN[kind]
+    if answer is not None:
+        known._availability["fast"] = answer
     elif kind == "unknown":
         replace_in_file(path, "fast", "fats")
     else:
-        monkeypatch.setattr(known.forward("fast:bf16"), "refusals", lambda *_: ["needs another head size"])
-    words = {
-        "another version": "recorded with fast 1.0, here is 1.0.1",
-        "another origin": "recorded with fast 1.0, here is 1.0 from another-wheel",
-        "not installed": "the driver is too old",
-        "unknown": "no backend is named 'fats'",
-        "refused": "needs another head size",
-    }
+        monkeypatch.setattr(known.forward("fast:bf16"), "refusals", lambda *_: [words])
     for missing in ("raise", "record", "choose"):
-        with freeze(path, missing=missing), pytest.raises(RefusedError, match=words[kind]) as caught:
+        with freeze(path, missing=missing), pytest.raises(RefusedError, match=words) as caught:
             choose(spec(), CPU)
         assert str(path) in str(caught.value)
         assert "slow:bf16" in caught.value.alternatives

@@ -1,9 +1,12 @@
-"""Tensors without plain memory: computed like equivalent plain tensors, or refused in one sentence."""
+"""Tensors without plain memory are computed like plain ones or refused; autocast casts as it does for torch's SDPA."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -11,9 +14,11 @@ from attnbench import attention, explain
 from attnbench.errors import InputError
 
 
-def tensors(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def tensors(*dtypes: torch.dtype) -> list[Tensor]:
+    """q, k and v of one dtype, fp32 by default, or of three."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(1, 2, 5, 8, generator=generator).to(dtype) for _ in range(3)]
+    each = dtypes if len(dtypes) == 3 else (dtypes or (torch.float32,)) * 3
+    return [torch.randn(1, 2, 5, 8, generator=generator).to(dtype) for dtype in each]
 
 
 def jagged() -> Tensor:
@@ -75,3 +80,61 @@ def test_a_default_device_changes_nothing() -> None:
     x = tensors()
     with torch.device("meta"):
         assert torch.equal(attention(*x), attention(*x))
+
+
+# --- autocast ---
+
+TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def step(function, x: list[Tensor]) -> list[Tensor]:
+    out = function(*x)
+    return [out, *torch.autograd.grad(out.float().square().sum(), x)]
+
+
+def compiled(function):
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+@given(st.tuples(*[st.sampled_from(TYPES)] * 3), st.sampled_from(TYPES[1:3]), st.booleans(), st.booleans())
+def test_autocast_casts_as_torch_does(dtypes, to, enabled, nested) -> None:
+    x = [each.requires_grad_() for each in tensors(*dtypes)]
+    with torch.autocast("cpu", dtype=to), torch.autocast("cpu", dtype=to, enabled=enabled or not nested):
+        try:
+            wanted = step(F.scaled_dot_product_attention, x)
+        except RuntimeError:  # fp64 beside others, or other types than one where nothing is cast
+            for function in (attention, explain):
+                with pytest.raises(InputError, match="must have one dtype"):
+                    function(*x)
+            return
+        found = step(attention, x)
+        assert explain(*x).spec.dtype == {torch.float64: "fp64", torch.float32: "fp32"}.get(
+            found[0].dtype, "bf16" if found[0].dtype == torch.bfloat16 else "fp16"
+        )
+    for one, two in zip(found, wanted, strict=True):
+        assert one.dtype == two.dtype
+        assert (one - two).norm() <= 0.02 * two.norm()
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_compiled_code_casts_as_eager_code_does(inside: bool) -> None:
+    x = [each.requires_grad_() for each in tensors(torch.float32, torch.float32, torch.bfloat16)]
+    torch._dynamo.reset()
+
+    def block(q, k, v):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside or torch.is_autocast_enabled("cpu")):
+            return attention(q, k, v, is_causal=True)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not inside):
+        found, wanted = step(compiled(block), x), step(block, x)
+    assert [each.dtype for each in found] == [torch.bfloat16, torch.float32, torch.float32, torch.bfloat16]
+    assert all(torch.equal(one, two) for one, two in zip(found, wanted, strict=True))
+
+
+def test_compiled_code_is_recompiled_when_autocast_changes() -> None:
+    x = [each.requires_grad_() for each in tensors()]
+    torch._dynamo.reset()
+    function = compiled(lambda *x: attention(*x))
+    for enabled in (False, True, False):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            assert function(*x).dtype == (torch.bfloat16 if enabled else torch.float32)

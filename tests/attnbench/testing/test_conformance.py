@@ -1,4 +1,5 @@
-"""check_backend: correct backends pass, each fault is reported by its check, and compiling specs are rehearsed."""
+"""check_backend: correct backends pass, each fault is reported by its check, compiling specs are rehearsed, and the
+exact attention of a few rows is that of all."""
 
 from __future__ import annotations
 
@@ -16,25 +17,26 @@ from logging_kernel import LOG_FILE, LoggingForward
 from logging_kernel import registry as noting
 from nonconforming import BACKWARDS, FORWARDS, ShortAccumulator
 
-from attnbench import AttentionSpec
+from attnbench import AttentionSpec, Mask
 from attnbench.backends.emulated import BACKEND as EMULATED
 from attnbench.backends.emulated import emulate
 from attnbench.backends.emulated_arithmetic import Accumulator
 from attnbench.backends.reference import BACKEND as REFERENCE
 from attnbench.choosing import selector
 from attnbench.errors import AttnbenchError, UnknownBackendError
+from attnbench.harness.cases.inputs import draw
 from attnbench.harness.sweep import worker_pool
 from attnbench.kernels.capabilities import Capabilities
 from attnbench.kernels.contract import Availability, Backend, BackwardKernel, ForwardKernel, Operands, Result
 from attnbench.kernels.plan import Plan
 from attnbench.kernels.registry import Registry
 from attnbench.tables.environment import Environment
-from attnbench.testing import Finding, Report, check_backend
+from attnbench.testing import Finding, Report, check_backend, sampled_truth
 from attnbench.testing.conformance import one_check, suite
 from attnbench.testing.conformance.checks import CHECKS, Check
 from attnbench.testing.conformance.one_check import FEW, specs_for
 from attnbench.testing.conformance.rehearsal import Setting, rehearse
-from attnbench.testing.conformance.subject import Subject
+from attnbench.testing.conformance.subject import Subject, exact_of, truth_of
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -275,3 +277,29 @@ def test_only_installed_backends_that_compile_for_a_gpu_are_rehearsed(
     check_backend("mine", device, seed=5, known=known if given else None, quiet=True)
     plans = [Plan(Forward.name), Plan(Forward.name, Backward.name)]
     assert asked == ([(plans, Setting(torch.device(device), 5))] if rehearsed else [])
+
+
+# --- exact attention of a few rows ---
+
+MASKS = (Mask(), Mask(right=0), Mask(right=0, alignment="bottom-right"), Mask(3, 20))
+SPECS = [
+    AttentionSpec.make(
+        batch=2, heads=4, kv_heads=2, seqlen_q=queries, seqlen_kv=keys, head_dim=8, mask=mask, softcap=2.0,
+        direction="training",
+    )
+    for mask in MASKS
+    for queries, keys in ((5, 5), (97, 97), (16, 130), (130, 16), (61, 130))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if not spec.has_empty_rows], ids=str)
+def test_sampled_rows_equal_those_of_the_full_result(spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampled_truth, "_SCORES", {"cpu": 2000})  # several slices of queries
+    inputs = draw(spec, "normal", CPU)
+    whole = truth_of(Subject(None, CPU, Registry([REFERENCE])), spec, inputs)
+    found = sampled_truth.sampled_truth(spec, inputs, 16)
+    assert found.keys() == {"out", "dq", "dk", "dv"}
+    for name, value in found.items():
+        torch.testing.assert_close(
+            value, sampled_truth.sampled(name, exact_of(whole, name), 16), rtol=1e-11, atol=1e-13
+        )
