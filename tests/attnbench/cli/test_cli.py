@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import SHAPE, attnbench, process
+from command_line import SHAPE, expect, process
+from fakes import FakeForward
 from sweep_parts import part, row
 
 from attnbench import AttentionSpec, Plan, explain
@@ -16,14 +17,13 @@ from attnbench.cli.explain import _sizes as sizes_of
 from attnbench.cli.usable import command_for, obstacle
 from attnbench.errors import InputError
 from attnbench.kernels.capabilities import Capabilities, Device
-from attnbench.kernels.contract import Availability, Backend, ForwardKernel
+from attnbench.kernels.contract import Availability, Backend
 from attnbench.kernels.registry import Registry, registry
 from attnbench.tables.environment import Environment
 
 
 def test_backends_lists_every_backend_with_a_reason_or_kernels() -> None:
-    run = attnbench("backends", "--device", "cpu", "--format", "json")
-    assert run.returncode == 0, run.stderr
+    run = expect("backends", "--device", "cpu", "--format", "json")
     listed = {each["name"]: each for each in json.loads(run.stdout)["backends"]}
     assert listed.keys() == registry().backends.keys()
     for name, each in listed.items():
@@ -39,15 +39,12 @@ def test_explain_agrees_with_the_api() -> None:
     q = torch.randn(1, 4, 64, 32, dtype=torch.bfloat16)
     kv = torch.randn(1, 2, 96, 32, dtype=torch.bfloat16)
     q.requires_grad_()
-    expected = explain(
-        q, kv, kv, window=(16, None), causal_alignment="bottom-right", softcap=30.0, dtype="fp8"
-    ).to_dict()
-    run = attnbench(
+    expected = explain(q, kv, kv, window=(16, None), causal_alignment="bottom-right", softcap=30.0, dtype="fp8")
+    run = expect(
         "explain", *SHAPE, "--kv-heads", 2, "--seqlen-kv", 96, "--window", "16,inf", "--causal-alignment",
         "bottom-right", "--softcap", 30, "--training", "--dtype", "fp8", "--device", "cpu", "--format", "json",
     )  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    assert json.loads(run.stdout) == json.loads(json.dumps(expected))
+    assert json.loads(run.stdout) == json.loads(json.dumps(expected.to_dict()))
 
 
 def test_explain_describes_packed_and_padded_sequences_as_the_api_does() -> None:
@@ -65,8 +62,7 @@ def test_explain_describes_packed_and_padded_sequences_as_the_api_does() -> None
 @pytest.mark.parametrize("format", ["text", "markdown"])
 def test_explain_prints_the_plans_that_could_run_and_counts_the_others(format: str) -> None:
     ask = ("explain", *SHAPE, "--device", "cpu", "--format")
-    run, every, data = (attnbench(*ask, *each) for each in ([format], [format, "--all"], ["json"]))
-    assert run.returncode == 0, run.stderr
+    run, every, data = (expect(*ask, *each) for each in ([format], [format, "--all"], ["json"]))
     found = {each["plan"]: each["verdict"] for each in json.loads(data.stdout)["candidates"]}
     assert {"reference:fp32", "sdpa-math:bf16", "sdpa-math:fp32", "sdpa-cudnn:bf16"} <= {*found}
 
@@ -81,9 +77,12 @@ def test_explain_prints_the_plans_that_could_run_and_counts_the_others(format: s
     assert "not shown" not in every.stdout
 
 
+def doctor() -> dict:
+    return json.loads(expect("doctor", "--format", "json").stdout)
+
+
 def test_doctor_lists_the_environment_and_ends_with_a_verdict() -> None:
-    run = attnbench("doctor")
-    assert run.returncode == 0, run.stderr
+    run = expect("doctor")
     for what in ("python", "torch", "triton", "NVIDIA driver", "C++ compiler", "reference", "table"):
         assert any(line.startswith(f"{what} ") for line in run.stdout.splitlines()), what
     verdict = run.stdout.splitlines()[-1]
@@ -115,17 +114,13 @@ def results(tmp_path: Path) -> Path:
 
 
 def test_table_build_feeds_auto_and_show_prints_it(results: Path, own_cache: Path) -> None:
-    built = attnbench("table", "build", results)
-    assert built.returncode == 0, built.stderr
+    expect("table", "build", results)
     assert list(own_cache.rglob("*.json"))
-    shown = attnbench("table", "show", "--device", "cpu")
-    assert shown.returncode == 0, shown.stderr
+    shown = expect("table", "show", "--device", "cpu")
     assert "reference:fp32" in shown.stdout
     assert re.search(r"normal \d", shown.stdout)
-    choice = attnbench(
-        "explain", "--heads", 2, "--seqlen", 32, "--head-dim", 16, "--dtype", "fp32", "--device", "cpu",
-        "--format", "json",
-    )  # fmt: skip
+    sizes = ("--heads", 2, "--seqlen", 32, "--head-dim", 16, "--dtype", "fp32")
+    choice = expect("explain", *sizes, "--device", "cpu", "--format", "json")
     assert json.loads(choice.stdout)["basis"] == "measured"
 
 
@@ -134,11 +129,11 @@ def test_table_build_feeds_auto_and_show_prints_it(results: Path, own_cache: Pat
 )
 def test_doctor_lists_the_available_tables(results: Path, own_cache: Path, content: str | None, detail: str) -> None:
     if content is not None:
-        attnbench("table", "build", str(results))
+        expect("table", "build", str(results))
         (table,) = own_cache.rglob("*.json")
         if content != "whole":
             table.write_text(content)
-    report = json.loads(attnbench("doctor", "--format", "json").stdout)
+    report = doctor()
     (found,) = [row for row in report["findings"] if row["name"] == "table"]
     assert detail in found["detail"]
     assert found["status"] == ("ok" if content == "whole" else "missing")
@@ -149,23 +144,12 @@ OLD, NEW = Device("cuda", "an old GPU", (7, 0)), Device("cuda", "a new GPU", (9,
 WITHOUT_CUDA = pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built for CUDA")
 
 
-class Hopper(ForwardKernel):
-    """A kernel with further refusals beyond its capability row."""
-
-    name, declared_error = "vendor:fp8", 0.1
-
-    def __init__(self, further=()):
-        self.rows = {"cuda": Capabilities(dtypes=("bf16", "e4m3"), capability=(9, 0))}
-        self.further = further
-
-    def further_refusals(self, spec, device):
-        return list(self.further)
-
-    def prepare(self, inputs, spec):
-        raise NotImplementedError
-
-    def run(self, operands):
-        raise NotImplementedError
+def hopper(further=()) -> FakeForward:
+    """A kernel for new GPUs with further refusals beyond its capability row."""
+    kernel = FakeForward("vendor:fp8")
+    kernel.rows = {"cuda": Capabilities(dtypes=("bf16", "e4m3"), capability=(9, 0))}
+    kernel.further_refusals = lambda spec, device: list(further)
+    return kernel
 
 
 def vendor(*kernels, **answer):
@@ -179,7 +163,7 @@ def obstacle_and_command(known, here):
 
 def test_an_install_command_is_advised_only_where_it_would_help():
     missing = {"reason": "vendor is not installed", "install": "pip install vendor"}
-    known = vendor(Hopper(["the package would have to be there to know"]), **missing)
+    known = vendor(hopper(["the package would have to be there to know"]), **missing)
     assert obstacle_and_command(known, NEW) == (None, "pip install vendor")
     reason, command = obstacle_and_command(known, OLD)
     assert "compute capability 9.0" in reason
@@ -187,15 +171,13 @@ def test_an_install_command_is_advised_only_where_it_would_help():
     limits = {here: describe_backend(known, "vendor", here)["kernels"][0]["here"][0] for here in (OLD, NEW)}
     assert limits == {OLD: "not on compute capability 7.0", NEW: "takes bf16/e4m3"}
     assert obstacle_and_command(known, CPU) == ("has no kernel for cpu", None)
-    assert obstacle_and_command(vendor(**missing), CPU) == (
-        None,
-        "pip install vendor",
-    )  # a plug-in that could not be loaded
+    # A plug-in that could not be loaded.
+    assert obstacle_and_command(vendor(**missing), CPU) == (None, "pip install vendor")
 
 
 @WITHOUT_CUDA
 def test_doctor_without_a_gpu_advises_no_command_that_cannot_help():
-    report = json.loads(attnbench("doctor", "--format", "json").stdout)
+    report = doctor()
     assert [each["install"] for each in report["findings"] if each["install"]] == ["attnbench sweep"]
     assert "pip install" not in report["verdict"]
     (others,) = (each for each in report["findings"] if each["name"] == "other backends")
@@ -206,7 +188,7 @@ def test_doctor_without_a_gpu_advises_no_command_that_cannot_help():
 @pytest.mark.skipif(registry().availability("flex").reason is not None, reason="FlexAttention is not here")
 def test_doctor_reports_a_backend_that_refuses_everything_as_missing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("attnbench.backends.flex.backend.compiler_reason", lambda device_type: "no compiler")
-    report = json.loads(attnbench("doctor", "--format", "json").stdout)
+    report = doctor()
     (found,) = (each for each in report["findings"] if each["name"] == "flex")
     assert (found["status"], found["detail"]) == ("missing", "cannot run here: no compiler")
     assert "flex" not in report["usable"]

@@ -4,6 +4,7 @@ import os
 import sys
 from importlib import import_module
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from command_line import attnbench, fails_in_one_line
@@ -47,17 +48,18 @@ def sweep(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def no_cache(own_cache, monkeypatch):
-    """A file at the path of the cache folder, which also prevents root from creating it."""
-    (own_cache / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(own_cache / "file"))
-    return own_cache / "file"
+def file(own_cache):
+    """A file: in place of a folder it also prevents root from creating that."""
+    (own_cache / "file").touch()
+    return str(own_cache / "file")
 
 
+SWEEP = ("sweep", "--device", "cpu", "--backends", "sdpa-math")
 COMMAND = "`attnbench table build '{}'` puts these results into it"
 
 
-def test_an_unwritable_table_is_reported_first_and_loses_only_the_table(sweep, no_cache, tmp_path, capsys):
+def test_an_unwritable_table_is_reported_first_and_loses_only_the_table(sweep, file, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", file)
     before = []
     assert sweep(meanwhile=lambda: before.append(capsys.readouterr().err))
     captured = capsys.readouterr()
@@ -72,29 +74,21 @@ def test_an_unwritable_table_is_reported_first_and_loses_only_the_table(sweep, n
 def test_a_disk_that_fills_during_a_sweep_is_reported_with_the_command_to_build_the_table(
     sweep, tmp_path, monkeypatch, capsys
 ):
-    def fills():
-        def full(*_):
-            raise OutputError("the table cannot be written: No space left on device")
-
-        monkeypatch.setattr(user_table, "locked", full)
-
-    assert sweep(meanwhile=fills)
+    full = Mock(side_effect=OutputError("the table cannot be written: No space left on device"))
+    assert sweep(meanwhile=lambda: monkeypatch.setattr(user_table, "locked", full))
     assert f"No space left on device; {COMMAND.format(tmp_path / 'a sweep')}" in capsys.readouterr().err
 
 
 def test_an_unwritable_table_folder_prints_the_results_and_fails(sweep, tmp_path, monkeypatch, capsys):
-    def fills():
-        original = table_files.replace_file
+    original = table_files.replace_file
 
-        def full(path, content):
-            if path.parent.name == "a sweep":
-                raise OutputError(f"{path} cannot be written: No space left on device")
-            return original(path, content)
-
-        monkeypatch.setattr(table_files, "replace_file", full)
+    def full(path, content):
+        if path.parent.name == "a sweep":
+            raise OutputError(f"{path} cannot be written: No space left on device")
+        return original(path, content)
 
     with pytest.raises(OutputError, match="No space left on device; the rows are safe, --resume --out"):
-        sweep(meanwhile=fills)
+        sweep(meanwhile=lambda: monkeypatch.setattr(table_files, "replace_file", full))
     assert capsys.readouterr().out.count('"case"') == len(ROWS)
     assert user_table_path(HERE).exists()
 
@@ -115,20 +109,15 @@ def test_a_sweep_that_is_stopped_writes_no_table(sweep, tmp_path, stop):
 
 
 def test_the_table_is_updated_even_if_the_output_pipe_is_closed(sweep, monkeypatch):
-    def gone(*_):
-        raise BrokenPipeError(32, "Broken pipe")
-
-    monkeypatch.setattr(sweep_command, "print_json", gone)
+    monkeypatch.setattr(sweep_command, "print_json", Mock(side_effect=BrokenPipeError(32, "Broken pipe")))
     with pytest.raises(BrokenPipeError):
         sweep()
     assert user_table_path(HERE).exists()
 
 
-def test_an_uncreatable_output_folder_is_an_error_before_measuring(own_cache, monkeypatch):
-    (own_cache / "file").write_text("")
-    monkeypatch.setenv("XDG_DATA_HOME", str(own_cache / "file"))
-    arguments = ("sweep", "--device", "cpu", "--backends", "sdpa-math")
-    fails_in_one_line(attnbench(*arguments), 1, "cannot be written: Not a directory; name another with --out")
+def test_an_uncreatable_output_folder_is_an_error_before_measuring(file, monkeypatch):
+    monkeypatch.setenv("XDG_DATA_HOME", file)
+    fails_in_one_line(attnbench(*SWEEP), 1, "cannot be written: Not a directory; name another with --out")
 
 
 @pytest.mark.parametrize("home", ["unknown to platformdirs", "as older versions say it"])
@@ -143,8 +132,7 @@ def test_without_a_home_folder_explain_works_and_sweep_reports_an_error(home, ow
     monkeypatch.setattr("attnbench.files.user_folders.user_data_path", ask)
     run = attnbench("explain", "--heads", "1", "--seqlen", "8", "--head-dim", "8", "--device", "cpu")
     assert run.returncode == 0, run.stderr
-    arguments = ("sweep", "--device", "cpu", "--backends", "sdpa-math")
-    fails_in_one_line(attnbench(*arguments), 1, "no home folder to write in; set HOME or XDG_DATA_HOME")
+    fails_in_one_line(attnbench(*SWEEP), 1, "no home folder to write in; set HOME or XDG_DATA_HOME")
     with pytest.raises(OutputError, match="XDG_CACHE_HOME"):
         update_user_table(Table.from_entries(HERE, []))
     assert os.listdir(tmp_path) == []
