@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 from dense import dense_attention, dense_gradients, relative_l2
-from guard_faults import BOUND, NAME, PLAN, calls_until_found, in_one_head, is_close, noise, one_value, step
+from guard_faults import BOUND, NAME, PLAN, calls_until_found, in_one_head, is_close, noise, one_value, spoil, step
 from problems import tensors
 from safetensors import safe_open
 
@@ -65,8 +65,7 @@ def test_a_drift_is_found_when_it_begins(planted_kernels):
 @pytest.mark.parametrize("name", ["dq", "dk", "dv"])
 @pytest.mark.parametrize("where", ["everywhere", "one head"])
 def test_wrong_gradients_are_found_and_named(planted_kernels, name, where):
-    _, backward = planted_kernels
-    backward.changes[name] = noise(2 * BOUND) if where == "everywhere" else in_one_head(lambda x: x * 1.3)
+    spoil(planted_kernels, name, noise(2 * BOUND) if where == "everywhere" else in_one_head(lambda x: x * 1.3))
     x = tensors(grad=True)
     with guard(every=1) as watch:
         assert calls_until_found(watch, x, is_causal=True) <= 12
@@ -96,8 +95,7 @@ def test_the_first_call_of_each_plan_and_spec_and_every_nth_after_it_are_checked
 
 
 def test_each_plan_warns_once_and_each_breach_is_logged(planted_kernels, caplog):
-    forward, _ = planted_kernels
-    forward.change = noise(1.0)
+    spoil(planted_kernels, "out", noise(1.0))
     with warnings.catch_warnings(record=True) as warned, guard(every=1) as watch:
         warnings.simplefilter("always")
         for sq in (5, 6):
@@ -169,12 +167,7 @@ def test_a_demoted_fp8_plan_is_inaccurate_only_where_fp8_was_requested(planted_k
 
 @pytest.mark.parametrize("name", ["out", "dq"])
 def test_saved_tensors_reproduce_the_error(planted_kernels, tmp_path, name):
-    forward, backward = planted_kernels
-    change = in_one_head(lambda x: x * 0)
-    if name == "out":
-        forward.change = change
-    else:
-        backward.changes["dq"] = change
+    spoil(planted_kernels, name, in_one_head(lambda x: x * 0))
     x = tensors(grad=True)
     expected = [each.detach().clone() for each in x]
     with guard(every=1, save_to=tmp_path / "made" / "here") as watch:
@@ -203,8 +196,7 @@ def test_saved_tensors_reproduce_the_error(planted_kernels, tmp_path, name):
 
 
 def test_fp8_inputs_are_saved_with_their_scales(planted_kernels, tmp_path):
-    forward, _ = planted_kernels
-    forward.change = noise(1.0)
+    spoil(planted_kernels, "out", noise(1.0))
     parts = [quantise(x, Recipe("head")) for x in tensors()]
     names = {f"{n}_descale": x.descale[..., 0, 0] for n, x in zip("qkv", parts, strict=True)}
     with guard(every=1, save_to=tmp_path) as watch:

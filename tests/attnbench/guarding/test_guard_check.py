@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed import Documents, documents
-from problems import masks, problems
+from problems import masks, problems, tensors_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,11 +19,6 @@ from attnbench.problem.fp8 import Recipe, quantise
 from examples import examples
 
 WRONG = 1.25
-
-
-def given_as_bhsd(problem) -> list[Tensor]:
-    x = problem.tensors()
-    return [each.transpose(1, 2) for each in x] if problem.layout == "bshd" else list(x)
 
 
 def read(sums: Sums) -> tuple[bool, dict[str, tuple[Tensor, Tensor]]]:
@@ -40,7 +35,7 @@ def agree(found: Tensor, truth: list[Tensor]) -> None:
 @settings(max_examples=examples(30, 200))
 @given(problem=problems())
 def test_checked_output_rows_agree_with_dense_attention(problem):
-    q, k, v, _ = given_as_bhsd(problem)
+    q, k, v, _ = tensors_of(problem)
     truth, _ = dense.dense_attention(q, k, v, problem.spec)
     picks = pick_rows(problem.spec, Random(problem.seed))
     usable, found = read(out_sums(q, k, v, truth * WRONG, problem.spec, picks))
@@ -54,7 +49,7 @@ def test_checked_output_rows_agree_with_dense_attention(problem):
 @given(problem=problems())
 def test_checked_gradient_rows_agree_with_dense_attention(problem):
     spec = problem.spec
-    q, k, v, grad_out = given_as_bhsd(problem)
+    q, k, v, grad_out = tensors_of(problem)
     truth = dict(zip(("dq", "dk", "dv"), dense.dense_gradients(q, k, v, grad_out, spec), strict=True))
     groups = pick_groups(spec, Random(problem.seed))
     own = part(groups, q, k, v)

@@ -3,10 +3,11 @@
 import gc
 import random
 import weakref
+from unittest.mock import Mock
 
 import pytest
 import torch
-from guard_faults import noise, step
+from guard_faults import noise, spoil, step
 from problems import tensors
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -21,8 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::attnbench.errors.BreachWarning"
 
 
 def test_an_unwritable_folder_loses_only_the_saved_file(planted_kernels, tmp_path):
-    forward, _ = planted_kernels
-    forward.change = noise(1.0)
+    spoil(planted_kernels, "out", noise(1.0))
     (tmp_path / "file").write_text("in the way")
     with guard(every=1, save_to=tmp_path / "file") as watch:
         attention(*tensors())
@@ -32,8 +32,7 @@ def test_an_unwritable_folder_loses_only_the_saved_file(planted_kernels, tmp_pat
 
 @pytest.mark.parametrize(("name", "state"), [("out", object()), ("dq", None), ("dk", object()), ("dv", None)])
 def test_compiled_programs_are_checked(planted_kernels, name, state):
-    forward, backward = planted_kernels
-    forward.state = state
+    planted_kernels[0].state = state
     torch._dynamo.reset()
     compiled = torch.compile(lambda *x: attention(*x, is_causal=True), fullgraph=True, backend="aot_eager")
     x = tensors(grad=True)
@@ -41,10 +40,7 @@ def test_compiled_programs_are_checked(planted_kernels, name, state):
         step(x, compiled)
         assert watch.checks >= 2
         assert not watch.breaches
-        if name == "out":
-            forward.change = noise(1.0)
-        else:
-            backward.changes[name] = noise(1.0)
+        spoil(planted_kernels, name, noise(1.0))
         for _ in range(3):
             step(x, compiled)
     assert name in {each.tensor for each in watch.breaches}
@@ -180,8 +176,7 @@ def test_the_programs_own_exception_takes_precedence():
 
 
 def test_a_backward_after_the_guard_closed_is_not_checked(planted_kernels):
-    _, backward = planted_kernels
-    backward.changes["dq"] = noise(1.0)
+    spoil(planted_kernels, "dq", noise(1.0))
     x = tensors(grad=True)
     with guard(every=1, on_breach="raise") as watch:
         out = attention(*x)
@@ -190,9 +185,7 @@ def test_a_backward_after_the_guard_closed_is_not_checked(planted_kernels):
 
 
 def test_an_exception_in_a_check_loses_only_that_check(monkeypatch, caplog):
-    def fail(*_: object) -> None:
-        raise torch.OutOfMemoryError("no room")
-
+    fail = Mock(side_effect=torch.OutOfMemoryError("no room"))
     x = tensors(grad=True)
     expected = step(x)
     for name in ("out_sums", "gradient_sums", "part"):

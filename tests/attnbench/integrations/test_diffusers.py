@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from tiny_models import error, flux, step, worst
+from tiny_models import error, flux, step, tensor, worst
 
 from attnbench.errors import AttnbenchWarning, InputError, UnknownBackendError
 from attnbench.integrations.diffusers import register
@@ -21,10 +21,6 @@ def active():
     before = dispatch._AttentionBackendRegistry._active_backend
     yield
     dispatch._AttentionBackendRegistry.set_active_backend(before)
-
-
-def tensor(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def attend(*args, **named):
@@ -73,9 +69,7 @@ def test_layers_that_bypass_the_dispatcher_are_named_and_use_sdpa():
     )  # fmt: skip
     inputs = (tensor(1, 4, 8, 8), 1, tensor(1, 5, 16))
     wanted = step(model, *inputs, return_dict=False)
-    message = (
-        r"UNet2DConditionModel: no backend .* reaches 8 of 8 attention layers \(AttnProcessor2_0\); .*replaced\(\)"
-    )
+    message = r"UNet2DConditionModel: no backend .* reaches 8 of 8 attention layers \(AttnProcessor2_0\); .*replaced"
     with pytest.raises(InputError, match=message):
         model.set_attention_backend("attnbench")
     calls = register(backend="emulated", dtype="fp8", otherwise="native")

@@ -5,15 +5,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_models import tensor
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from attnbench.errors import InputError
 from attnbench.integrations import mask_tensors
 from attnbench.integrations.sdpa import replaced
-
-
-def tensor(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @given(
@@ -26,12 +23,12 @@ def test_a_cached_mask_is_compared_with_every_entry(first, second, batch, floati
     hole = full.clone()
     hole[2, 1] = False
     kinds = [full, full.tril(), full.tril(1).triu(-1), hole]
+    if floating:
+        kinds = [torch.zeros(5, 5).masked_fill(~each, -torch.inf) for each in kinds]
     memory = kinds[first].expand(*batch, 5, 5).clone()
-    memory = torch.zeros(memory.shape).masked_fill(~memory, -torch.inf) if floating else memory
     masks = mask_tensors.MaskTensors()
     masks.read(memory, 5, 5)
-    last = kinds[second] if not floating else torch.zeros(5, 5).masked_fill(~kinds[second], -torch.inf)
-    memory.data.view(-1, 5, 5)[-1] = last
+    memory.data.view(-1, 5, 5)[-1] = kinds[second]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mask_tensors, "_SMALL", 0 if large else 2**20)
         again = masks.read(memory, 5, 5)

@@ -2,13 +2,14 @@
 
 import threading
 import warnings
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import error
+from tiny_models import error, tensor
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,11 +17,8 @@ from attnbench import use_backend
 from attnbench.errors import AttnbenchWarning, InputError, NoPlanError, RefusedError, UnknownBackendError
 from attnbench.integrations.sdpa import replaced
 
+tensor = partial(tensor, grad=True)
 FP8 = {"backend": "emulated", "dtype": "fp8"}  # differs from torch by more than rounding, which shows that it ran
-
-
-def tensor(*shape, seed=0, **options):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).requires_grad_(**options)
 
 
 def equals_torch(out, q):
@@ -193,13 +191,10 @@ def test_calls_that_attention_refuses_are_refused_or_fall_back():
         with replaced("sdpa-cudnn", otherwise="torch") as calls:
             outs = [F.scaled_dot_product_attention(q, q, q) for _ in range(2)]
     assert all(equals_torch(out, q) for out in outs)
-    assert [str(each.message)[:67] for each in caught] == [
-        "scaled_dot_product_attention: attention raises RefusedError: sdpa-c"
-    ]
+    (warning,) = caught
+    assert str(warning.message).startswith("scaled_dot_product_attention: attention raises RefusedError: sdpa-c")
     assert dict(calls.handed_on) == {"attention raises RefusedError": 2}
-    assert str(calls) == (
-        "0 calls served by attnbench, 2 handed on to torch\n  2 attention raises RefusedError"
-    )  # fmt: skip
+    assert str(calls) == "0 calls served by attnbench, 2 handed on to torch\n  2 attention raises RefusedError"
     with pytest.raises(UnknownBackendError, match="sdpa-flash"), replaced("sdpa-flesh"):
         pass
     with pytest.raises(InputError, match="otherwise must be 'raise' or 'torch'"), replaced(otherwise="sdpa"):
@@ -238,19 +233,7 @@ def two_layers(q):
     return layer(q) + layer(q)
 
 
-def reentrant_checkpoint(q):
-    return checkpoint(two_layers, q, use_reentrant=True)
-
-
-def non_reentrant_checkpoint(q):
-    return checkpoint(two_layers, q, use_reentrant=False)
-
-
-def nested_checkpoints(q):
-    return checkpoint(
-        lambda q: checkpoint(layer, q, use_reentrant=False) + checkpoint(layer, q, use_reentrant=False), q,
-        use_reentrant=False,
-    )  # fmt: skip
+kept = partial(checkpoint, use_reentrant=False)
 
 
 class CustomCheckpoint(torch.autograd.Function):
@@ -273,12 +256,16 @@ class CustomCheckpoint(torch.autograd.Function):
         return None, q.grad
 
 
-def custom_checkpoint(q):
-    return CustomCheckpoint.apply(two_layers, q)
+CHECKPOINTS = {
+    "reentrant": lambda q: checkpoint(two_layers, q, use_reentrant=True),
+    "not reentrant": lambda q: kept(two_layers, q),
+    "nested": lambda q: kept(lambda q: kept(layer, q) + kept(layer, q), q),
+    "custom": lambda q: CustomCheckpoint.apply(two_layers, q),
+}
 
 
 @pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("how", [reentrant_checkpoint, non_reentrant_checkpoint, nested_checkpoints, custom_checkpoint])
+@pytest.mark.parametrize("how", CHECKPOINTS)
 def test_checkpointing_changes_no_outputs_or_gradients(how, inside):
     q = tensor(1, 2, 32, 16)
 
@@ -292,7 +279,7 @@ def test_checkpointing_changes_no_outputs_or_gradients(how, inside):
         gradient, q.grad = q.grad, None
         return out.detach(), gradient, calls.served
 
-    wanted, found = step(two_layers), step(how)
+    wanted, found = step(two_layers), step(CHECKPOINTS[how])
     assert torch.equal(found[0], wanted[0])
     assert torch.equal(found[1], wanted[1])
     assert wanted[2] == 2
@@ -304,9 +291,9 @@ def test_the_forwards_context_applies_in_the_backward():
     with replaced(**FP8):
         (wanted,) = torch.autograd.grad(two_layers(q).square().sum(), q)
     with replaced(), use_backend(**FP8):
-        out = non_reentrant_checkpoint(q)
+        out = kept(two_layers, q)
     assert torch.equal(torch.autograd.grad(out.square().sum(), q)[0], wanted)
-    assert not torch.equal(torch.autograd.grad(non_reentrant_checkpoint(q).square().sum(), q)[0], wanted)
+    assert not torch.equal(torch.autograd.grad(kept(two_layers, q).square().sum(), q)[0], wanted)
 
 
 def test_an_autograd_function_that_may_recompute_differently_is_refused():

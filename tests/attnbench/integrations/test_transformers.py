@@ -7,7 +7,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import DECODER, ENCODER, EXPERTS, GPT2, SOFTCAPPED, WINDOWED, decoders, error, step, tokens, worst
+from tiny_models import (
+    DECODER,
+    ENCODER,
+    EXPERTS,
+    GPT2,
+    GREEDY,
+    SOFTCAPPED,
+    WINDOWED,
+    decoders,
+    error,
+    step,
+    tokens,
+    worst,
+)
 
 from attnbench import Mask
 from attnbench.errors import AttnbenchWarning, InputError, UnknownBackendError
@@ -62,8 +75,8 @@ def test_sinks_never_fall_back_to_transformers_sdpa():
 def test_decoding_with_a_cache_and_chunked_prompts_agrees(calls):
     model, ours = decoders("MistralConfig", WINDOWED)
     x = tokens(length=12)
-    options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    assert torch.equal(ours.generate(x, **options), model.generate(x, **options))
+    found, wanted = (each.generate(x, max_new_tokens=20, **GREEDY) for each in (ours, model))
+    assert torch.equal(found, wanted)
     x, outs = tokens(length=40), []
     for each in (model, ours):
         with torch.no_grad():
@@ -122,7 +135,7 @@ def test_fallback_calls_agree_with_sdpa_are_counted_and_warn():
         assert not torch.equal(ours(x)[0], model(x)[0])
     assert (calls.served, calls.handed_on.total()) == (2, 4)
     assert "2 calls served by attnbench, 4 handed on to sdpa\n  4 a mask tensor" in str(calls)
-    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    options = {"max_new_tokens": 4, **GREEDY}
     with pytest.warns(AttnbenchWarning, match="a static cache"):
         generated = ours.generate(x, cache_implementation="static", **options)
     assert torch.equal(generated, model.generate(x, **options))
@@ -258,26 +271,16 @@ def test_the_mask_given_to_layers_equals_the_tensor_given_to_sdpa(
     real = torch.ones(batch, past + fresh + ahead, dtype=torch.bool)
     for row, place in pads:
         real[row % batch, place % real.shape[1]] = False
-    asked = {
-        "batch_size": batch,
-        "q_length": fresh,
-        "kv_length": kv_length,
-        "q_offset": past,
-        "kv_offset": dropped,
-        "mask_function": function,
-        "attention_mask": real if hide else None,
-        "allow_is_causal_skip": causal,
-        "allow_is_bidirectional_skip": not causal,
-        "local_size": window,
-        "device": "cpu",
-    }
-    # All False: the tensor is always made.
-    tensor = masking.sdpa_mask(**{**asked, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+    sizes = {"batch_size": batch, "q_length": fresh, "kv_length": kv_length, "q_offset": past, "kv_offset": dropped}
+    asked = {"mask_function": function, "attention_mask": real if hide else None, "local_size": window, "device": "cpu"}
+    asked |= sizes
+    # Neither is skipped: the tensor is always made.
+    tensor = masking.sdpa_mask(**asked, allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     shown = real[:, dropped : dropped + kv_length]
     padded = hide and not bool(shown.all())
     reaching = (causal or (window is not None and kv_length >= window)) and ahead > 0
     try:
-        mask = ours(**asked)
+        mask = ours(**asked, allow_is_causal_skip=causal, allow_is_bidirectional_skip=not causal)
     except InputError as refused:
         message = str(refused)
         assert ("beyond the queries" in message and reaching) or ("padding" in message and padded)

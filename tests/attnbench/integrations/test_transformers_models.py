@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 import torch
-from tiny_models import DECODER, SOFTCAPPED, TOKENS, WINDOWED, decoders, error, tokens
+from tiny_models import DECODER, GREEDY, SOFTCAPPED, TOKENS, WINDOWED, decoders, error, tokens
 
 from attnbench.errors import AttnbenchWarning, InputError
 from attnbench.integrations.transformers import register
@@ -15,7 +15,6 @@ transformers = pytest.importorskip("transformers", minversion="5", reason="trans
 pytestmark = pytest.mark.filterwarnings("ignore::attnbench.errors.AttnbenchWarning")
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-GREEDY = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 TABLES = {
     "FalconConfig": {"vocab_size": TOKENS, **SMALL, "bos_token_id": 1, "eos_token_id": 2},
     "Data2VecVisionConfig": {"image_size": 32, "patch_size": 8, **SMALL},
@@ -56,7 +55,7 @@ def test_a_submodel_with_another_attention_may_have_its_own_table():
 
 def test_a_model_that_computes_attention_itself_is_named_and_keeps_its_masks():
     """It would add a boolean mask to its scores, which hides no key."""
-    calls = register(backend="reference")
+    register(backend="reference")
     config = transformers.RemBertConfig(vocab_size=TOKENS, input_embedding_size=32, **SMALL)
     with pytest.raises(InputError, match=r"RemBertModel computes attention itself, .* within .*replaced\(\)"):
         transformers.AutoModel.from_config(copy.deepcopy(config), attn_implementation="attnbench")
@@ -74,10 +73,7 @@ def test_a_model_that_computes_attention_itself_is_named_and_keeps_its_masks():
 
 def test_a_window_of_zero_means_no_window_for_full_attention_layers():
     calls = register(backend="reference")
-    experts = {
-        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
-    }  # fmt: skip
+    experts = {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
     model, ours = decoders("Qwen2MoeConfig", {**DECODER, **experts})
     assert ours.config.sliding_window == 0
     x = tokens()
@@ -91,8 +87,8 @@ def test_an_unsupported_window_with_a_static_cache_falls_back(kind, length):
     calls = register(backend="reference", otherwise="sdpa")
     model, ours = decoders(kind, WINDOWED)
     x = tokens(length=length)
-    found = ours.generate(x, cache_implementation="static", **GREEDY)
-    assert torch.equal(found, model.generate(x, cache_implementation="static", **GREEDY))
+    options = {"cache_implementation": "static", "max_new_tokens": 8, **GREEDY}
+    assert torch.equal(ours.generate(x, **options), model.generate(x, **options))
     assert calls.handed_on.total() > 0
     assert (calls.served > 0) == (length >= 16)  # a prompt that fills the window is served
 

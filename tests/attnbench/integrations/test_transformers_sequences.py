@@ -8,7 +8,7 @@ import dataclasses
 
 import pytest
 import torch
-from tiny_models import DECODER, SOFTCAPPED, WINDOWED, decoders, error, step, tokens, worst
+from tiny_models import DECODER, GREEDY, SOFTCAPPED, WINDOWED, decoders, error, step, tokens, worst
 
 from attnbench.errors import AttnbenchWarning, InputError
 from attnbench.integrations.calls import Calls
@@ -31,6 +31,19 @@ MODELS = {
 @pytest.fixture
 def calls():
     return register(backend="reference")
+
+
+@pytest.fixture
+def given(calls, monkeypatch):
+    """The cumulative lengths of the queries of each call."""
+    found, attend = [], Calls.attend
+
+    def watched(*args, **named):
+        found.append(named["cu_seqlens_q"])
+        return attend(*args, **named)
+
+    monkeypatch.setattr(Calls, "attend", watched)
+    return found
 
 
 def texts():
@@ -97,13 +110,9 @@ def test_lengths_or_positions_alone_divide_a_batch_even_with_an_empty_cache(call
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("model", ["Llama", "Gemma3"])
-def test_sequence_offsets_are_computed_once_per_batch_and_kind_of_layer(calls, model, side, monkeypatch):
-    made, given = [], []
-    make, attend = Sequences.of_padded, Calls.attend
+def test_sequence_offsets_are_computed_once_per_batch_and_kind_of_layer(given, model, side, monkeypatch):
+    made, make = [], Sequences.of_padded
     monkeypatch.setattr(Sequences, "of_padded", lambda *args: made.append(args) or make(*args))
-    monkeypatch.setattr(
-        Calls, "attend", lambda *args, **named: given.append(named["cu_seqlens_q"]) or attend(*args, **named)
-    )
     layers = {"num_hidden_layers": 4}
     if model == "Gemma3":
         layers["layer_types"] = ["sliding_attention", "full_attention"] * 2
@@ -114,28 +123,26 @@ def test_sequence_offsets_are_computed_once_per_batch_and_kind_of_layer(calls, m
     assert len({id(each) for each in given}) == len(made)
 
 
-def test_lengths_of_another_dtype_are_converted_once_until_they_change(calls, monkeypatch):
-    given, attend = [], Calls.attend
-    monkeypatch.setattr(
-        Calls, "attend", lambda *args, **named: given.append(named["cu_seqlens_q"]) or attend(*args, **named)
-    )
+def test_lengths_of_another_dtype_are_converted_once_until_they_change(given):
     model, ours = decoders("LlamaConfig", DECODER)
-    x, starts = tokens(batch=1, length=12), torch.tensor([0, 5, 12])
-    for place in (5, 8):
+    x = tokens(batch=1, length=12)
+
+    def agree(starts, place):
         starts[1] = place
         positions = torch.cat([torch.arange(place), torch.arange(12 - place)])[None]
         found = ours(x, cu_seq_lens_q=starts, use_cache=False).logits
         assert error(found, model(x, position_ids=positions, use_cache=False).logits) < 1e-5
+
+    starts = torch.tensor([0, 5, 12])
+    agree(starts, 5)
+    agree(starts, 8)
     assert given[0] is given[1]
     assert given[2] is given[3]
     assert given[2] is not given[0]
     with torch.inference_mode():  # whose tensors count no changes
         starts = starts.clone()
-        for place in (8, 5):
-            starts[1] = place
-            found = ours(x, cu_seq_lens_q=starts, use_cache=False).logits
-            positions = torch.cat([torch.arange(place), torch.arange(12 - place)])[None]
-            assert error(found, model(x, position_ids=positions, use_cache=False).logits) < 1e-5
+        agree(starts, 8)
+        agree(starts, 5)
 
 
 def test_a_layer_with_another_batch_size_does_not_use_these_sequences(calls):
@@ -177,7 +184,7 @@ def causal_mask(config, embedded, attention_mask, **named):
 def test_decoding_after_padded_prompts_agrees(calls, model):
     model, ours = decoders(*MODELS[model])
     named, _ = padded("left")
-    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    options = {"max_new_tokens": 12, **GREEDY}
     x, mask = named["input_ids"], named["attention_mask"]
     found, wanted = (each.generate(x, attention_mask=mask, **options) for each in (ours, model))
     assert torch.equal(found, wanted)

@@ -91,6 +91,15 @@ def noise(relative: float, seed: int = 0) -> Callable[[Tensor], Tensor]:
     return change
 
 
+def spoil(kernels: tuple[Planted, PlantedBackward], name: str, change: Callable[[Tensor], Tensor]) -> None:
+    """Applies the change to out, or to a gradient, from now on."""
+    forward, backward = kernels
+    if name == "out":
+        forward.change = change
+    else:
+        backward.changes[name] = change
+
+
 def in_one_head(change: Callable[[Tensor], Tensor], head: int = 0) -> Callable[[Tensor], Tensor]:
     """Applies the change to that head only."""
 

@@ -30,6 +30,7 @@ ENCODER = {
     "num_attention_heads": 4,
     **SPECIAL,
 }
+GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}  # options of ``generate``
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 # Random weights attend to all keys almost equally; scaling these makes the mask matter.
 _SCORING = ("q_proj.weight", "k_proj.weight", "c_attn.weight", "query.weight", "key.weight", "Wqkv.weight")
@@ -54,6 +55,11 @@ def decoders(kind, settings, theirs="sdpa", ours="attnbench", auto="AutoModelFor
 
 def tokens(batch=2, length=40, seed=1):
     return torch.randint(3, TOKENS, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def tensor(*shape, seed=0, grad=False):
+    """Standard normal numbers."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).requires_grad_(grad)
 
 
 def flux():
