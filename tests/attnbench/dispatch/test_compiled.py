@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -210,16 +211,9 @@ def test_eight_threads_run_one_compiled_function():
     problems = [tensors(seed=seed, grad=True) for seed in range(8)]
     expected = [step(attention, x, is_causal=True, backend="emulated:fp8") for x in problems]
     step(function, problems[0])
-    right: list[bool] = []
-    threads = [
-        threading.Thread(target=lambda x=x, y=y: right.append(all(same(step(function, x), y) for _ in range(5))))
-        for x, y in zip(problems, expected, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert right == [True] * 8
+    with ThreadPoolExecutor(8) as pool:
+        right = pool.map(lambda x, y: all(same(step(function, x), y) for _ in range(5)), problems, expected)
+        assert list(right) == [True] * 8
 
 
 class Module(torch.nn.Module):

@@ -1,6 +1,7 @@
 """attention beneath torch.func, and traced by torch.fx, torch.jit and make_fx."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -85,20 +86,15 @@ class Layer(torch.nn.Module):
         return attention(q * 2, k, v, window=(2, 0), backend="emulated:fp8") + 1
 
 
-@pytest.mark.parametrize("length", [5, 9])
-def test_a_symbolic_trace_has_one_call_that_is_computed_at_run_time(length: int) -> None:
-    traced = torch.fx.symbolic_trace(Layer())
-    assert [node.target for node in traced.graph.nodes].count(attention) == 1
-    x = tensors(length=length, dtype=torch.bfloat16)
-    assert torch.equal(traced(*x), Layer()(*x))
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("length", [5, 9])
-def test_a_jit_trace_accepts_other_values_and_lengths(length: int) -> None:
+def test_symbolic_and_jit_traces_are_computed_at_run_time_for_other_values_and_lengths() -> None:
+    symbolic = torch.fx.symbolic_trace(Layer())
+    assert [node.target for node in symbolic.graph.nodes].count(attention) == 1
     traced = torch.jit.trace(Layer(), tuple(tensors(dtype=torch.bfloat16)))
-    x = tensors(length=length, dtype=torch.bfloat16, seed=1)
-    assert torch.equal(traced(*x), Layer()(*x))
+    for length in (5, 9):
+        x = tensors(length=length, dtype=torch.bfloat16, seed=1)
+        assert torch.equal(symbolic(*x), Layer()(*x))
+        assert torch.equal(traced(*x), Layer()(*x))
 
 
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
@@ -113,10 +109,7 @@ def test_make_fx_records_the_operator_and_not_a_kernels_results(mode: str) -> No
 def test_fake_tensors_have_the_outputs_shape(within: bool) -> None:
     mode = FakeTensorMode()
     fake = [mode.from_tensor(x) for x in tensors(dtype=torch.bfloat16)]
-    if within:
-        with mode:
-            out = attention(*fake, is_causal=True)
-    else:
+    with mode if within else nullcontext():
         out = attention(*fake, is_causal=True)
     assert (out.shape, out.dtype) == ((1, 2, 5, 8), torch.bfloat16)
     assert type(out) is type(fake[0])

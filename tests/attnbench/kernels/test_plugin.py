@@ -4,13 +4,13 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from command_line import Run, attnbench
+from command_line import attnbench, expect, fails_in_one_line
 from patience import PATIENCE
 from places import ROOT
 from torch import Tensor
@@ -20,9 +20,6 @@ from attnbench.kernels.registry import registry
 from attnbench.state import forget
 
 EXAMPLE = ROOT / "examples" / "attnbench-backend-example"
-
-
-LIST = ("backends", "--device", "cpu", "--format", "json")
 
 
 def reload_backends() -> None:
@@ -38,19 +35,21 @@ def restore_backends() -> Iterator[None]:
     reload_backends()
 
 
-def backends_by_name(listed: Run) -> dict[str, Any]:
-    """The backends in the output of ``attnbench backends``, by name."""
-    assert listed.returncode == 0, listed.stderr
-    return {each["name"]: each for each in json.loads(listed.stdout)["backends"]}
+@pytest.fixture
+def write_plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Installs a distribution like pip's, with one module and one entry point of this name."""
+    monkeypatch.syspath_prepend(tmp_path)
 
+    def write(name: str, source: str) -> None:
+        module = f"{name}_plugin"
+        (tmp_path / f"{module}.py").write_text(source)
+        info = tmp_path / f"{module}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[attnbench.backends]\n{name} = {module}:BACKEND\n")
+        reload_backends()
 
-def write_plug_in(site: Path, name: str, module: str, source: str) -> None:
-    """Writes a distribution like pip's, with one module and one entry point."""
-    (site / f"{module}.py").write_text(source)
-    info = site / f"{module}-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[attnbench.backends]\n{name} = {module}:BACKEND\n")
+    return write
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +105,7 @@ def test_the_example_computes_attention_and_its_gradients(
 def test_the_example_can_be_swept_like_any_backend(installed_example: Path, tmp_path: Path) -> None:
     (tmp_path / "one.yaml").write_text("- {batch: 1, heads: 2, seqlen_q: 32, head_dim: 16, direction: training}\n")
     sweep = ("sweep", "--dtype", "bf16", "--preset", tmp_path / "one.yaml", "--backends", "naive", "--device", "cpu")
-    done = attnbench(*sweep, "--out", tmp_path / "out", "--format", "json")
-    assert done.returncode == 0, done.stderr
+    done = expect(*sweep, "--out", tmp_path / "out", "--format", "json")
     rows = {row["plan"]: row for row in json.loads(done.stdout)}
     assert rows["naive:bf16>naive:bf16"]["status"] == "ok"
 
@@ -124,30 +122,22 @@ BROKEN = {
 }
 
 
-def test_a_plug_in_that_cannot_be_imported_loses_only_its_own_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plug_in_that_cannot_be_imported_loses_only_its_own_row(write_plug_in: Callable[[str, str], None]) -> None:
     for name, (source, _) in BROKEN.items():
-        write_plug_in(tmp_path, name, f"{name}_plugin", source)
-    monkeypatch.syspath_prepend(tmp_path)
-    reload_backends()
-    found, doctor = backends_by_name(attnbench(*LIST)), attnbench("doctor")
+        write_plug_in(name, source)
+    listed, doctor = expect("backends", "--device", "cpu", "--format", "json"), expect("doctor")
+    found = {each["name"]: each for each in json.loads(listed.stdout)["backends"]}
     for name, (_, reason) in BROKEN.items():
         assert not found[name]["available"]
         assert reason in found[name]["reason"]
     assert found["reference"]["available"]
-    assert doctor.returncode == 0
     assert "a_library_that_is_not_there" in doctor.stdout
 
 
-def test_a_plug_in_with_a_duplicate_name_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = CONTRACT + "BACKEND = Backend('reference', 'not the real one', Availability, ())\n"
-    write_plug_in(tmp_path, "impostor", "impostor_plugin", source)
-    monkeypatch.syspath_prepend(tmp_path)
-    reload_backends()
+def test_a_plug_in_with_a_duplicate_name_is_a_clear_error(write_plug_in: Callable[[str, str], None]) -> None:
+    write_plug_in("impostor", CONTRACT + "BACKEND = Backend('reference', 'not the real one', Availability, ())\n")
     message = "two installed packages provide a backend named 'reference'"
-    done, doctor = attnbench("backends"), attnbench("doctor")
-    assert (done.returncode, done.stderr) == (1, f"attnbench: {message}; remove one\n")
-    assert doctor.returncode == 1
+    fails_in_one_line(attnbench("backends"), 1, message, "remove one")
+    doctor = expect("doctor", code=1)
     assert message in doctor.stdout
     assert "nothing can run here" in doctor.stdout

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import sweep_parts
 import torch
-from command_line import attnbench
+from command_line import attnbench, expect, fails
 from fakes import an_environment
 from places import ROOT
 
 from attnbench import AttentionSpec
-from attnbench.errors import AttnbenchError, MisuseError
+from attnbench.errors import MisuseError
 from attnbench.harness.results.condense import join_sweeps
 from attnbench.harness.results.records import Measurement
 from attnbench.kernels.registry import registry
@@ -68,32 +68,21 @@ def test_incompatible_sweeps_are_refused_with_the_reason(changes, message):
 
 
 def test_power_caps_and_origins_must_match_only_if_both_are_known():
-    unknown = replace(HERE, power_cap_w=None, origins={})
-    assert times(join_sweeps({"one": [row()], "two": [row(hours=1, call=2.0, environment=unknown)]})) == {
-        "fast:bf16": 2.0
-    }
+    unknown = row(hours=1, call=2.0, environment=replace(HERE, power_cap_w=None, origins={}))
+    assert times(join_sweeps({"one": [row()], "two": [unknown]})) == {"fast:bf16": 2.0}
 
 
 # --- the command ---
 
 
-def build(*arguments: object) -> None:
-    from attnbench.cli.tables.table import app
-
-    app([str(each) for each in ("build", *arguments)], standalone_mode=False)
-
-
-def test_the_command_accepts_folders_and_files_and_names_its_output(tmp_path, capsys):
-    one, two = (
-        sweep_parts.part(tmp_path / "one", [row()]),
-        sweep_parts.part(tmp_path / "two", [row("slow:bf16"), row("gone:bf16", status="refused")]),
-    )
-    build(one, two / "measurements.jsonl", "-o", tmp_path / "table.json")
+def test_the_command_accepts_folders_and_files_and_names_its_output(tmp_path):
+    one = sweep_parts.part(tmp_path / "one", [row()])
+    two = sweep_parts.part(tmp_path / "two", [row("slow:bf16"), row("gone:bf16", status="refused")])
+    run = expect("table", "build", one, two / "measurements.jsonl", "-o", tmp_path / "table.json")
     assert times(Table.load(tmp_path / "table.json")) == {"fast:bf16": 1.0, "slow:bf16": 1.0}
-    assert "2 entries from" in capsys.readouterr().out
+    assert "2 entries from" in run.stdout
     other = sweep_parts.part(tmp_path / "three", [row(environment=replace(HERE, torch="9.9"))])
-    with pytest.raises(AttnbenchError, match="must not be mixed"):
-        build(one, other, "-o", tmp_path / "no.json")
+    fails(attnbench("table", "build", one, other, "-o", tmp_path / "no.json"), 2, "must not be mixed")
     assert not (tmp_path / "no.json").exists()
 
 
@@ -105,8 +94,7 @@ def test_the_shipped_tables_come_from_the_committed_rows(tmp_path):
     assert sorted(Path(file).name for _, _, file in COMMANDS) == [path.name for path in SHIPPED]
     for command, results, file in COMMANDS:
         rebuilt = tmp_path / Path(file).name
-        run = attnbench(*command.split(), *(ROOT / each for each in shlex.split(results)), "-o", rebuilt)
-        assert run.returncode == 0, run.stderr
+        expect(*command.split(), *(ROOT / each for each in shlex.split(results)), "-o", rebuilt)
         assert rebuilt.read_bytes() == (ROOT / file).read_bytes()
 
 

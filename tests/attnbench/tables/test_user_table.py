@@ -58,15 +58,9 @@ def changed_environment(**changes) -> Environment:
 def _writer(number: int, start) -> None:
     start.wait()
     for turn in range(ROUNDS):
-        update_user_table(
-            table(
-                *(
-                    entry_of(f"writer{number}:bf16", 1.0 + turn, SPEC.replace(batch=batch))
-                    for batch in range(1, turn + 2)
-                ),
-                environment=an_environment(backends={f"writer{number}": "1.0"}),
-            )
-        )
+        specs = [SPEC.replace(batch=batch) for batch in range(1, turn + 2)]
+        entries = [entry_of(f"writer{number}:bf16", 1.0 + turn, spec) for spec in specs]
+        update_user_table(table(*entries, environment=an_environment(backends={f"writer{number}": "1.0"})))
 
 
 def test_four_processes_write_one_table_and_every_read_is_complete():
@@ -94,18 +88,19 @@ def test_four_processes_write_one_table_and_every_read_is_complete():
 
 def test_the_table_accumulates_entries_and_drops_those_of_other_versions():
     path = update_user_table(table(entry_of(), entry_of("reference:bf16", 5.0)))
+
+    def kept() -> dict[str, float]:
+        return {str(each.plan): each.time_ms for each in Table.load(path).entries.values()}
+
     assert path == user_table_path(detected_environment())
     update_user_table(table(entry_of(time_ms=2.0)))
-    assert {str(each.plan): each.time_ms for each in Table.load(path).entries.values()} == {
-        "sdpa-math:bf16": 2.0, "reference:bf16": 5.0,
-    }  # fmt: skip
+    assert kept() == {"sdpa-math:bf16": 2.0, "reference:bf16": 5.0}
     newer = changed_environment(backends={**detected_environment().backends, "reference": "99.1"})
     update_user_table(table(entry_of(time_ms=3.0), environment=newer))
-    assert {str(each.plan): each.time_ms for each in Table.load(path).entries.values()} == {"sdpa-math:bf16": 3.0}
-    update_user_table(
-        table(entry_of("reference:bf16"), environment=changed_environment(threads=detected_environment().threads + 1))
-    )
-    assert {str(each.plan) for each in Table.load(path).entries.values()} == {"reference:bf16"}
+    assert kept() == {"sdpa-math:bf16": 3.0}
+    other = changed_environment(threads=detected_environment().threads + 1)
+    update_user_table(table(entry_of("reference:bf16"), environment=other))
+    assert kept() == {"reference:bf16": 1.0}
 
 
 def test_times_converted_from_another_host_are_rounded():
