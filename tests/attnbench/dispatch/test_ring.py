@@ -13,6 +13,7 @@ import ring_ranks
 import torch
 from patience import PATIENCE
 from places import RESULTS, ROOT, SUPPORT
+from torchrun import torchrun_output
 
 from attnbench import AttentionSpec
 from attnbench.dispatch import ring
@@ -100,10 +101,15 @@ def test_buffers_are_sharded_as_torch_does(ring_results):
             assert message.startswith("InputError"), (what, message)
 
 
-def test_fsdp_and_checkpointing_train_on_the_ring(ring_results):
+def test_fsdp_checkpointing_torchs_sdpa_and_transformers_use_the_ring(ring_results):
     for own in ring_results:
         assert own["composed"] < 1e-5
         assert own.get("composed, compiled", 0.0) < 1e-5
+        assert own["through sdpa"]["served"] == 1
+        assert own["through sdpa"]["error"] < 1e-6
+        model = own.get("llama", {"error": 0.0, "split": "InputError: sequences of unequal length"})
+        assert model["error"] < 1e-5
+        assert model["split"].startswith("InputError: sequences of unequal length")
 
 
 def test_plans_can_be_explained_without_running_ranks():
@@ -122,24 +128,11 @@ def test_plans_can_be_explained_without_running_ranks():
         explain(q, q, q)
 
 
-def test_calls_of_torchs_sdpa_attend_over_the_ranks(ring_results):
-    for own in ring_results:
-        assert own["through sdpa"]["served"] == 1
-        assert own["through sdpa"]["error"] < 1e-6
-
-
 def test_a_training_of_shared_samples_has_the_losses_of_one_rank(ring_results):
     for losses in (own["losses"] for own in ring_results if "losses" in own):
         assert losses["shared"] == pytest.approx(losses["alone"], rel=1e-5)
     for message in (own["torch's ring"] for own in ring_results if "torch's ring" in own):
         assert "_scaled_dot_product_flash_attention_for_cpu" in message
-
-
-def test_models_of_transformers_share_tokens_and_positions(ring_results):
-    for each in (own["llama"] for own in ring_results if "llama" in own):
-        assert each["error"] < 1e-5
-    message = ring_results[0].get("llama", {"split": "InputError: sequences of unequal length"})["split"]
-    assert message.startswith("InputError: sequences of unequal length")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -175,17 +168,6 @@ def test_every_sent_gradient_is_returned():
         group = SimpleNamespace(rank=rank, size=size, send_home=send_home)
         ring._Home(group, whole, whole).send(step, True, keys, keys)
     assert awaited == sent
-
-
-def torchrun_output(*command, folder):
-    """The output of two ranks started by torchrun."""
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *map(str, command)],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}, cwd=folder, capture_output=True,
-        text=True, timeout=PATIENCE, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.mark.exhaustive

@@ -5,15 +5,14 @@ import json
 import os
 import re
 import runpy
-import subprocess
 import sys
 from contextlib import redirect_stdout
 
 import pytest
 import ranks
 import torch
-from patience import PATIENCE
 from places import ROOT
+from torchrun import torchrun_output
 
 from attnbench.state import forget
 
@@ -35,15 +34,7 @@ def losses(*arguments, processes=1):
             patch.setattr(torch.cuda, "is_available", lambda: False)
             runpy.run_path(str(EXAMPLE), run_name="__main__")
         forget()
-        printed = out.getvalue()
-    else:
-        launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}")
-        done = subprocess.run(
-            [sys.executable, *launcher, EXAMPLE, *map(str, arguments)], capture_output=True, text=True,
-            timeout=PATIENCE, check=False, env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        printed = done.stdout
+    printed = out.getvalue() if processes == 1 else torchrun_output(EXAMPLE, *arguments)
     assert re.search(r"attention was checked [1-9]\d* times, with 0 breaches of its error bound", printed)
     return [float(loss) for loss in re.findall(r"^step \d+ loss (\d+\.\d+)", printed, re.MULTILINE)]
 

@@ -186,20 +186,19 @@ def test_a_scaled_table_keeps_errors_and_versions_and_has_this_gpus_facts():
     assert (kept.backends, kept.torch, kept.driver) == ({"fast": "0.9"}, "2.8.0", "570.1")
 
 
-@pytest.mark.parametrize(
-    "here",
-    [
-        H200,
-        replace(H100, capability="9.1"),
-        replace(H100, capability=None),
-        replace(H100, device_name="NVIDIA H100 80GB HBM3 MIG 1g.10gb"),
-        replace(H100, device_name="NVIDIA A100-SXM4-80GB", capability="8.0"),
-        replace(H100, device_type="cpu"),
-    ],
-    ids=["same", "capability", "unknown capability", "unknown model", "generation", "cpu"],
-)
+ELSEWHERE = {
+    "same": H200,
+    "capability": replace(H100, capability="9.1"),
+    "unknown capability": replace(H100, capability=None),
+    "unknown model": replace(H100, device_name="NVIDIA H100 80GB HBM3 MIG 1g.10gb"),
+    "generation": replace(H100, device_name="NVIDIA A100-SXM4-80GB", capability="8.0"),
+    "cpu": replace(H100, device_type="cpu"),
+}
+
+
+@pytest.mark.parametrize("here", ELSEWHERE)
 def test_scaling_needs_another_known_model_of_the_same_generation(here):
-    assert scaled(table(1.0), here) is None
+    assert scaled(table(1.0), ELSEWHERE[here]) is None
 
 
 def test_the_error_of_a_scaled_time_grows_with_the_distance():

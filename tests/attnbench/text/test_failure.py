@@ -57,28 +57,19 @@ def test_the_compilers_error_line_is_kept(line):
 
 
 def test_an_exception_without_a_message_names_its_source_line():
-    try:
+    with pytest.raises(AssertionError) as silent:
         raise AssertionError
-    except AssertionError as error:
-        silent = error
-    summary = in_one_line(
-        CompilerError(raise_and_catch(RuntimeError("AssertionError:\n  target: flex_attention"), silent))
-    )
+    outer = raise_and_catch(RuntimeError("AssertionError:\n  target: flex_attention"), silent.value)
+    summary = in_one_line(CompilerError(outer))
     assert summary.startswith("CompilerError: AssertionError in test_failure.py:")
     assert summary.endswith("raise AssertionError")
     assert in_one_line(KeyError()) == "KeyError"
 
 
 def test_an_explicit_cause_is_appended_unless_the_message_contains_it():
-    cause = OSError("no space is left")
-    assert (
-        in_one_line(raise_and_catch(ValueError("cannot load"), cause))
-        == "ValueError: cannot load (caused by OSError: no space is left)"
-    )
-    assert (
-        in_one_line(raise_and_catch(ValueError("cannot load: no space is left"), cause))
-        == "ValueError: cannot load: no space is left"
-    )
+    for message, added in (("cannot load", " (caused by OSError: no space is left)"), ("no space is left: a", "")):
+        error = raise_and_catch(ValueError(message), OSError("no space is left"))
+        assert in_one_line(error) == f"ValueError: {message}{added}"
 
 
 def test_an_implicit_context_is_not_reported_as_the_cause():
