@@ -114,14 +114,10 @@ def test_inputs_may_be_changed_or_freed_before_the_backward(plan):
 def test_the_inner_guard_is_active_and_guards_stop_in_any_order():
     x = tensors()
     outer, inner = guard(every=1).start(), guard(every=1).start()
-    attention(*x)
-    assert (outer.checks, inner.checks) == (0, 1)
-    outer.stop()
-    attention(*x)
-    assert (outer.checks, inner.checks) == (0, 2)
-    inner.stop()
-    attention(*x)
-    assert (outer.checks, inner.checks) == (0, 2)
+    for stop, checks in ((outer.stop, 1), (inner.stop, 2), (inner.stop, 2)):
+        attention(*x)
+        assert (outer.checks, inner.checks) == (0, checks)
+        stop()
     assert watching.active is None
     with outer, inner:
         attention(*x)

@@ -37,7 +37,7 @@ def test_reasons_distinguish_unavailable_from_refused():
 
 def test_a_backward_follows_every_forward_that_saves_what_it_reads_and_gives_a_reason_for_others():
     known = fake_registry(
-        fake_backend("a", FakeForward("a:fp8", leaves="int8 rows"), FakeForward("a:bf16")),
+        fake_backend("a", FakeForward("a:bf16"), FakeForward("a:fp8", leaves="int8 rows")),
         fake_backend("b", FakeForward("b:fp8", leaves="e4m3")),
         fake_backend("silent", FakeForward("silent:bf16", row=Capabilities(dtypes=DTYPES, lse=False))),
         fake_backend("any", FakeBackward("any:bf16"), FakeBackward("any:fp32", needs_lse=False)),

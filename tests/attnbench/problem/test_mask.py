@@ -156,7 +156,7 @@ CAUSAL = torch.ones(4, 4, dtype=torch.bool).tril()
         torch.eye(4, dtype=torch.bool).flip(0),
         torch.tensor([True, False, True, True]).expand(4, 4),
         torch.stack([CAUSAL, CAUSAL.T]),
-        CAUSAL.new_zeros(0, 4, 4),
+        CAUSAL.expand(0, 4, 4),
         CAUSAL.new_ones(4, 0),
         torch.ones(2, 3, 0, 4),
     ],

@@ -31,20 +31,14 @@ def with_processes():
     return list(sweep_faults(CPU))
 
 
-def missed_checks(examination, name):
-    ((fault, row),) = [each for each in examination if each[0].name == name]
-    return why_missed(fault, row)
-
-
-@pytest.mark.parametrize("name", [fault.name for fault in ALIVE])
-def test_each_planted_fault_is_found_and_named(examination, name):
-    assert missed_checks(examination, name) is None
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", [fault.name for fault in FAULTS])
-def test_each_planted_fault_is_found_and_named_in_a_separate_process(with_processes, name):
-    assert missed_checks(with_processes, name) is None
+@pytest.mark.parametrize(
+    ("rows", "name"),
+    [("examination", fault.name) for fault in ALIVE]
+    + [pytest.param("with_processes", fault.name, marks=pytest.mark.exhaustive) for fault in FAULTS],
+)
+def test_each_planted_fault_is_found_and_named(request, rows, name):
+    ((fault, row),) = [each for each in request.getfixturevalue(rows) if each[0].name == name]
+    assert why_missed(fault, row) is None
 
 
 def test_the_kernel_without_the_fault_is_ok(examination):
