@@ -97,21 +97,25 @@ def test_quantised_tensors_are_used_with_their_scales(granularity, layout):
     q, k, v = tensors(sq=150, skv=200, dtype=torch.float32)
     parts = [quantise(x * (1 + 3 * torch.rand(1)), Recipe(granularity)) for x in (q, k, v)]
     truth, _ = dense_attention(*[x.dequantised(torch.float64) for x in parts], spec(q, k, v))
-    scales = [part.descale[..., 0] for part in parts]
-    shaped = {
-        "tensor": lambda scale: scale.reshape(()),
-        "head": lambda scale: scale.reshape(2, -1),
-        "block": lambda scale: scale[:, :, ::128],
-        "token": lambda scale: scale,
-    }
-    descales = map(shaped[granularity], scales)
+    descales = []
+    for part in parts:
+        batch, heads, *_ = part.data.shape
+        scale = part.descale[..., 0]
+        scale = {
+            "tensor": scale.reshape(()) if granularity == "tensor" else None,
+            "head": scale.reshape(batch, heads) if granularity == "head" else None,
+            "block": scale[:, :, ::128] if granularity == "block" else None,
+            "token": scale,
+        }[granularity]
+        descales.append(scale)
     data = [x.data if layout == "bhsd" else x.data.transpose(1, 2).contiguous() for x in parts]
     names = dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True))
     out = attention(*data, layout=layout, backend="reference:fp64", **names)
     assert out.dtype == torch.bfloat16
+    out = out if layout == "bhsd" else out.transpose(1, 2)
+    assert relative_l2(out, truth) < 0.004
     emulated = attention(*data, layout=layout, backend=f"emulated:fp8-{granularity}".replace("-head", ""), **names)
-    for found, most in ((out, 0.004), (emulated, 0.07)):
-        assert relative_l2(found if layout == "bhsd" else found.transpose(1, 2), truth) < most
+    assert relative_l2(emulated if layout == "bhsd" else emulated.transpose(1, 2), truth) < 0.07
 
 
 def test_a_scale_for_each_key_head_serves_its_group():
@@ -154,14 +158,18 @@ def test_an_invalid_context_is_refused_when_it_opens(wish):
 BAD = {
     "rank": (lambda q, k, v: attention(q[0], k, v), "4 dimensions"),
     "batch": (lambda q, k, v: attention(q[:1], k, v), "batch"),
+    "heads": (lambda q, k, v: attention(q[:, :3], k, v), "multiple of kv_heads"),
     "key length": (lambda q, k, v: attention(q, k, v[:, :, :5]), "length"),
     "dtypes": (lambda q, k, v: attention(q.float(), k, v), "one dtype"),
+    "nan scale": (lambda q, k, v: attention(q, k, v, scale=float("nan")), "scale"),
     "tensor scale": (lambda q, k, v: attention(q, k, v, scale=torch.tensor(0.1)), "scale"),
+    "softcap": (lambda q, k, v: attention(q, k, v, softcap=-2.0), "softcap"),
     "window": (lambda q, k, v: attention(q, k, v, window=(-1, 0)), "window"),
     "window list": (lambda q, k, v: attention(q, k, v, window=[3, 2]), "window"),
     "alignment": (lambda q, k, v: attention(q, k, v, is_causal=True, causal_alignment="left"), "causal_alignment"),
     "layout": (lambda q, k, v: attention(q, k, v, layout="sbhd"), "layout"),
     "dtype": (lambda q, k, v: attention(q, k, v, dtype="fp4"), "dtype"),
+    "budget": (lambda q, k, v: attention(q, k, v, max_error=0), "max_error"),
     "descale of bf16": (lambda q, k, v: attention(q, k, v, q_descale=torch.ones(1)), "float8"),
     "descale missing": (lambda q, k, v: attention(*(x.to(torch.float8_e4m3fn) for x in (q, k, v))), "q_descale"),
     "backend": (lambda q, k, v: attention(q, k, v, backend="sdpa-flas"), "did you mean sdpa-flash"),

@@ -6,13 +6,11 @@ import string
 from pathlib import Path
 
 import pytest
-from choices import spec
 from file_corruption import flip_bits, restructure_json, splice
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import problems
 
-from attnbench import Mask, Plan, freeze
+from attnbench import AttentionSpec, Mask, Plan, freeze
 from attnbench.errors import MalformedFileError
 from attnbench.freezing.file import SCHEMA, Frozen, FrozenPlan, FrozenQuestion
 from examples import examples
@@ -20,11 +18,21 @@ from examples import examples
 FILES = examples(450, 3000)
 
 
+def spec(**more) -> AttentionSpec:
+    return AttentionSpec.make(**{"batch": 1, "heads": 4, "seqlen_q": 1024, "head_dim": 64, **more})
+
+
 SPECS = st.builds(
-    lambda problem, **more: problem.spec.replace(**more),
-    problems(),
-    scale=st.floats(allow_nan=False, allow_infinity=False),
+    spec,
+    batch=st.integers(1, 9),
+    kv_heads=st.sampled_from([1, 2, 4]),
+    seqlen_q=st.integers(1, 2**31 - 1),
+    seqlen_kv=st.integers(1, 99) | st.none(),
+    head_dim_v=st.sampled_from([None, 8]),
+    dtype=st.sampled_from(["bf16", "fp16", "fp64"]),
+    scale=st.none() | st.floats(allow_nan=False, allow_infinity=False),
     softcap=st.floats(0, 1e308),
+    mask=st.builds(Mask, st.none() | st.integers(0, 9), st.none() | st.integers(0, 9), st.just("bottom-right")),
     direction=st.sampled_from(["forward", "training"]),
     return_lse=st.booleans(),
 )
@@ -62,17 +70,20 @@ def test_a_file_reads_back_as_written_in_any_order_and_layout(tmp_path_factory, 
         assert Frozen.load(folder / "other.json") == content
 
 
-ANSWERS = {
-    FrozenQuestion("cuda", "auto", True, 0.1, spec()): ("fa3:fp8", {"fa3": "2.1 from a wheel"}),
-    FrozenQuestion("cuda", "auto", False, None, spec(direction="training", mask=Mask(None, 0))): (
-        "fa3:bf16>fa4:bf16", {"fa3": "2.1", "fa4": "4.0.0b36"},
-    ),
-    FrozenQuestion("cpu", "sdpa-math", False, None, spec(seqlen_q=7)): ("sdpa-math:bf16", {"sdpa-math": "2.9.0"}),
-    FrozenQuestion("cpu", "auto", False, 0.5, spec(dtype="fp16")): ("sdpa-flash:fp16", {"sdpa-flash": "2.9.0"}),
-}  # fmt: skip
 CONTENT = Frozen(
     {"cpu": "CPU", "cuda": "NVIDIA H200"},
-    {asked: FrozenPlan(Plan.parse(plan), versions) for asked, (plan, versions) in ANSWERS.items()},
+    {
+        FrozenQuestion("cuda", "auto", True, 0.1, spec()): FrozenPlan(Plan("fa3:fp8"), {"fa3": "2.1 from a wheel"}),
+        FrozenQuestion("cuda", "auto", False, None, spec(direction="training", mask=Mask(None, 0))): FrozenPlan(
+            Plan("fa3:bf16", "fa4:bf16"), {"fa3": "2.1", "fa4": "4.0.0b36"}
+        ),
+        FrozenQuestion("cpu", "sdpa-math", False, None, spec(seqlen_q=7)): FrozenPlan(
+            Plan("sdpa-math:bf16"), {"sdpa-math": "2.9.0"}
+        ),
+        FrozenQuestion("cpu", "auto", False, 0.5, spec(kv_heads=2, dtype="fp16")): FrozenPlan(
+            Plan("sdpa-flash:fp16"), {"sdpa-flash": "2.9.0"}
+        ),
+    },
 )
 
 
@@ -149,12 +160,14 @@ def test_a_duplicate_spec_is_an_error(path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ("", "expected JSON"),
         ('{"schema": "attnbench.table/2"}', SCHEMA),
         (f'{{"schema": "{SCHEMA}"}}', "devices: Field required"),
         (f'{{"schema": "{SCHEMA}", "devices": {{}}, "choices": {{}}}}', "choices: .*array"),
         (f'{{"schema": "{SCHEMA}", "devices": {{}}, "choices": [], "more": 1}}', "more: Extra"),
+        ("[" * 100_000, "nested 8 deep at most"),
         (
-            json.dumps({"schema": SCHEMA, "devices": dict.fromkeys(map(str, range(99)), ""), "choices": []}),
+            json.dumps({"schema": SCHEMA, "devices": dict.fromkeys(map(str, range(99)), "CPU"), "choices": []}),
             "at most 16",
         ),
     ],
