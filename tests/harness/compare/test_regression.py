@@ -154,6 +154,8 @@ def test_a_cost_of_one_visit_or_three_samples_needs_another_that_agrees(visits):
     assert verdict_of(few(1.0, 1.3), few(1.0, 2.6))[0].costs["call"].verdict == "slower"
     outcome, code = verdict_of(few(1.0, 1.3), few(2.0, 1.3))
     assert (outcome.verdict, outcome.suspect, code) == ("uncertain", True, 4)
+    faster, _ = verdict_of(few(2.0, 1.3), few(1.0, 1.3))
+    assert (faster.verdict, faster.suspect) == ("uncertain", False)
     many = row(time_ms={"kernel": [1.0] * 40, "call": [1.3] * 40})
     assert {verdict_of(many, few(2.0, 1.3))[0].verdict, verdict_of(few(0.5, 1.3), many)[0].verdict} == {"uncertain"}
     alone = verdict_of(few(1.0, 1.3), few(2.0, 2.6), Terms(WIDE.limits, costs=("kernel",)))[0]

@@ -8,6 +8,7 @@ import pytest
 from compared import passed_over, row
 from row_facts import with_facts
 
+from attnbench.errors import MisuseError
 from attnbench.harness.results.condense import condense, join_sweeps, table_of
 from attnbench.harness.results.host_speed import HostSpeed
 
@@ -150,6 +151,11 @@ def test_a_table_records_for_which_speed_of_the_host_it_is():
     tables = join_sweeps({"all": rows}), table_of(rows[0].environment, rows)
     assert [table.launch_ms for table in tables] == [pytest.approx(median(SLOWS))] * 2
     assert join_sweeps({"old": rows[1:]}).launch_ms is table_of(rows[1].environment, rows[1:]).launch_ms is None
+
+
+def test_sweeps_without_a_row_make_no_table():
+    with pytest.raises(MisuseError, match="a and b holds no measurement"):
+        join_sweeps({"a": [], "b": []})
 
 
 def hosted(spec, plan="sdpa-flash:bf16"):
