@@ -62,4 +62,5 @@ def _time(queries: list[int], heads: int, group: int, shares: int) -> float:
 
 def summed(x: Tensor, kv_heads: int) -> Tensor:
     """A gradient (B, Hkv, Skv, D) from those of each share (B, Hkv · shares, Skv, D), in their dtype."""
-    return x if x.shape[1] == kv_heads else x.unflatten(1, (kv_heads, -1)).sum(2)
+    batch, heads, *rest = x.shape
+    return x if heads == kv_heads else x.view(batch, kv_heads, -1, *rest).sum(2)
