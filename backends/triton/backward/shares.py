@@ -23,6 +23,7 @@ _START = 256  # of a program, with what it loads and writes at its end
 _WRITE = 512  # more where the gradients of shares are written, to be read again
 _SUMS = 2048  # the kernels that sum them
 _EVEN = 4 * AT_ONCE.value  # so many programs leave little to even out
+_MOST = 8 * AT_ONCE.value  # programs of a split: more take memory, and the host's time here
 _ENOUGH = 1.05  # times the shortest time
 
 
@@ -38,7 +39,7 @@ def shares_of(layout: Layout, block: int) -> int:
         return 1
     queries = [_queries(layout, key, min(key + block, spec.seqlen_kv)) for key in range(0, spec.seqlen_kv, block)]
     heads = -(-programs // len(queries))
-    divisors = [each for each in range(1, spec.group + 1) if spec.group % each == 0]
+    divisors = [each for each in range(1, max(_MOST // programs, 1) + 1) if spec.group % each == 0]
     times = {each: _time(queries, heads, spec.group, each) for each in divisors}
     return next(each for each, time in times.items() if time <= _ENOUGH * min(times.values()))
 

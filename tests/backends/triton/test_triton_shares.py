@@ -84,6 +84,7 @@ CAUSAL = Mask(right=0)
         (2, 32, 2, 8192, Mask(), 1),
         (1, 32, 2, 8192, Mask(), 1),  # 128 programs of the same time
         (1, 14, 2, 8192, CAUSAL, 7),  # a divisor of the group
+        (8, 71, 1, 2048, CAUSAL, 1),  # its only other one would make 9,088 programs
         (2, 24, 2, 8192, Mask(left=4095, right=0), 2),
         (1, 8, 8, 8192, CAUSAL, 1),  # nothing to share
         (1, 4, 1, 128, CAUSAL, 1),  # the sums would take longer than they save
