@@ -101,15 +101,23 @@ def test_buffers_are_sharded_as_torch_does(ring_results):
             assert message.startswith("InputError"), (what, message)
 
 
-def test_fsdp_checkpointing_torchs_sdpa_and_transformers_use_the_ring(ring_results):
+def test_fsdp_and_checkpointing_train_on_the_ring(ring_results):
     for own in ring_results:
         assert own["composed"] < 1e-5
         assert own.get("composed, compiled", 0.0) < 1e-5
+
+
+def test_calls_of_torchs_sdpa_attend_over_the_ranks(ring_results):
+    for own in ring_results:
         assert own["through sdpa"]["served"] == 1
         assert own["through sdpa"]["error"] < 1e-6
-        model = own.get("llama", {"error": 0.0, "split": "InputError: sequences of unequal length"})
-        assert model["error"] < 1e-5
-        assert model["split"].startswith("InputError: sequences of unequal length")
+
+
+def test_models_of_transformers_share_tokens_and_positions(ring_results):
+    for each in (own["llama"] for own in ring_results if "llama" in own):
+        assert each["error"] < 1e-5
+    message = ring_results[0].get("llama", {"split": "InputError: sequences of unequal length"})["split"]
+    assert message.startswith("InputError: sequences of unequal length")
 
 
 def test_plans_can_be_explained_without_running_ranks():
