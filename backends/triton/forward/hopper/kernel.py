@@ -36,7 +36,7 @@ from .order import (
     span_of_keys,
     tile_at,
 )
-from .products import add_products, start_scores, store
+from .products import add_products, rows_at, start_scores, store
 from .scales import at_least, cast_rows, number, set_number, unit_of
 from .softmax import HEADROOM, MINUS_INFINITY, ROWS, masked, soft_capped, spread, totals, weights
 
@@ -151,8 +151,6 @@ def _attend(
 ):  # fmt: skip
     """64 queries of every tile of this program."""
     block_m: gl.constexpr = CONSUMERS * ROWS
-    by_row: gl.constexpr = casting and not softcapped
-    outer = given.softcap * _LOG2_E
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_n, 32])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, part, 32])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 4)
@@ -169,7 +167,7 @@ def _attend(
         if more:
             mbarrier.wait(given.q_filled.index(which), 0)
             turn_phase = _await_turn(given.turn, turn_phase, which, turns)
-            tile = _rows_at(given.queries, which, chunks)
+            tile = rows_at(given.queries, which, chunks)
             coming = start_scores(tile, given.keys, given.k_filled, 0, 0, block_n, chunks, s_layout)
             _pass_turn(given.turn, which, turns)
             scores = warpgroup_mma_wait(0, [coming])
@@ -190,6 +188,8 @@ def _attend(
             some = tiles is None or here.keys > 0
             factor = gl.load(q_factor, mask=some, other=1.0) * (given.scale * _LOG2_E)
             factor = at_least(factor * gl.load(k_factor, mask=some, other=1.0))
+            if softcapped:  # what the scores are multiplied by before the tanh, and behind it
+                inner, factor = factor / (given.softcap * _LOG2_E), given.softcap * _LOG2_E
             unit = gl.load(v_factor, mask=some, other=1.0)
         query = here.top + row
         since = query + lowest
@@ -202,7 +202,7 @@ def _attend(
         peak = gl.full([ROWS], MINUS_INFINITY, gl.float32, gl.SliceLayout(1, s_layout))
 
         own_copy = copy * CONSUMERS + which if ahead else which
-        tile = _rows_at(given.queries, own_copy, chunks)
+        tile = rows_at(given.queries, own_copy, chunks)
         if not ahead:
             mbarrier.wait(given.q_filled.index(which), copy_phase)
             if casting:
@@ -232,11 +232,10 @@ def _attend(
             start = first + step * block_n
             next_slot, next_phase = after(slot, phase, stages)
             if softcapped:
-                scores = soft_capped(scores, factor / outer, casting)
+                scores = soft_capped(scores, inner)
             if (start < whole) | (start >= parted):
                 scores = masked(scores, start, since, upto, left)
-            exponent = outer if softcapped else factor
-            p, decay, peak, total = weights(scores, exponent, peak, total, p_layout, by_row)
+            p, decay, peak, total = weights(scores, factor, peak, total, p_layout, casting)
             if casting:
                 decay *= less
             turn_phase = _await_turn(given.turn, turn_phase, which, turns)
@@ -257,11 +256,10 @@ def _attend(
             mbarrier.arrive(given.q_emptied.index(own_copy), count=1)
         start = first + (blocks - 1) * block_n
         if softcapped:
-            scores = soft_capped(scores, factor / outer, casting)
+            scores = soft_capped(scores, inner)
         if (start < whole) | (start >= parted):
             scores = masked(scores, start, since, upto, left)
-        exponent = outer if softcapped else factor
-        p, decay, peak, total = weights(scores, exponent, peak, total, p_layout, by_row)
+        p, decay, peak, total = weights(scores, factor, peak, total, p_layout, casting)
         if casting:
             decay *= less
         turn_phase = _await_turn(given.turn, turn_phase, which, turns)
@@ -276,7 +274,7 @@ def _attend(
             # after the last tile the last scores are computed again, and nothing reads them
             its_copy = gl.where(more, next_copy, copy) * CONSUMERS + which
             mbarrier.wait(given.q_filled.index(its_copy), gl.where(more, next_copy_phase, copy_phase))
-            tile = _rows_at(given.queries, its_copy, chunks)
+            tile = rows_at(given.queries, its_copy, chunks)
             its_slot, its_phase = gl.where(more, next_slot, slot), gl.where(more, next_phase, phase)
             coming = start_scores(tile, given.keys, given.k_filled, its_slot, its_phase, block_n, chunks, s_layout)
         _pass_turn(given.turn, which, turns)
@@ -300,15 +298,6 @@ def _attend(
             scores = warpgroup_mma_wait(0, [coming])
         else:
             more = has_tile(given.board, tile_slot, tile_phase)
-
-
-@gluon.jit
-def _rows_at(source, copy, chunks: gl.constexpr):
-    """A warpgroup's queries in shared memory, chunk by chunk."""
-    rows = ()
-    for chunk in gl.static_range(chunks):
-        rows = rows + (source.index(copy * chunks + chunk),)  # noqa: RUF005
-    return rows
 
 
 @gluon.jit

@@ -10,7 +10,16 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from .softmax import ROWS, spread
 
-__all__ = ["add_products", "start_scores", "store"]
+__all__ = ["add_products", "rows_at", "start_scores", "store"]
+
+
+@gluon.jit
+def rows_at(source, copy, chunks: gl.constexpr):
+    """A warpgroup's queries in shared memory, chunk by chunk."""
+    rows = ()
+    for chunk in gl.static_range(chunks):
+        rows = rows + (source.index(copy * chunks + chunk),)  # noqa: RUF005
+    return rows
 
 
 @gluon.jit

@@ -84,14 +84,10 @@ def to_e4m3(x):
 
 
 @gluon.jit
-def soft_capped(scores, factor, by_row: gl.constexpr):
-    """tanh of the scores times ``factor``, off by 2^-11 at most relative to it: one instruction for each number.
-
-    ``factor``: of all scores, or ``by_row`` each row's.
-    """
-    by_score = factor[:, None] if by_row else factor
+def soft_capped(scores, factor):
+    """tanh of the scores times ``factor``, off by 2^-11 at most relative to it: one instruction for each number."""
     return gl.inline_asm_elementwise(
-        "tanh.approx.f32 $0, $1;", "=f,f", [scores * by_score], dtype=gl.float32, is_pure=True, pack=1
+        "tanh.approx.f32 $0, $1;", "=f,f", [scores * factor], dtype=gl.float32, is_pure=True, pack=1
     )
 
 
