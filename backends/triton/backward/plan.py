@@ -235,7 +235,7 @@ def _layout(
 ) -> Layout:  # fmt: skip
     """``here``: on a GPU that runs the Hopper kernels; what follows as in ``Layout``."""
     per_token = any(shape[2] > 1 for shape, _ in scales) and not (extent is not None and extent.shared)
-    served = here and hopper.serves(spec, per_token=per_token)
+    served = here and hopper.serves(spec, per_token=per_token, rotated=rotated)
     return Layout(spec, rotated, served, scales, extent, keys_in_place)
 
 

@@ -25,11 +25,13 @@ def finish_query_gradients(
     size,
     block_m: tl.constexpr,
     head_dim: tl.constexpr,
+    rest: tl.constexpr,
     rotated: tl.constexpr,
 ):
     """dQ (B, H, Sq, D), contiguous, of a block of queries of one head; ``sums`` (B·H, padded Sq, padded D) bf16.
 
-    The rotation is undone, the padding left out, and the dtype is dQ's.  ``tiles``: the table of sequences that have
+    The rotation is undone, the padding left out, and the dtype is dQ's.  ``rest``: columns behind ``head_dim``, if the
+    two are not one power of two; then there is no rotation.  ``tiles``: the table of sequences that have
     lengths of their own, whose sums are in slots, or None.
     """
     head = tl.program_id(1)
@@ -46,5 +48,11 @@ def finish_query_gradients(
         row = head.to(tl.int64) * padded_q + tl.load(tiles + 6) + query
         first = (tl.load(tiles).to(tl.int64) * heads + head) * seqlen_q + tl.load(tiles + 2)
         seqlen_q = tl.load(tiles + 3)
-    dq = tl.load(sums + row[:, None] * head_dim + column).to(tl.float32)
-    store_turned(dq_out, dq, 1.0, turn, first + query, query < seqlen_q, size, block_m, head_dim, 0, head_dim, rotated)
+    pitch: tl.constexpr = head_dim + rest
+    inside = query < seqlen_q
+    sums += row[:, None] * pitch
+    dq = tl.load(sums + column).to(tl.float32)
+    store_turned(dq_out, dq, 1.0, turn, first + query, inside, size, block_m, head_dim, 0, pitch, rotated)
+    if rest:
+        dq = tl.load(sums + head_dim + tl.arange(0, rest)[None, :]).to(tl.float32)
+        store_turned(dq_out, dq, 1.0, turn, first + query, inside, size, block_m, rest, head_dim, pitch, False)

@@ -72,7 +72,7 @@ DEFAULT = Tiles(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3))
 # queries in 4 warps 2.72, 5.40 and 4.85.
 WIDE = Tiles(Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), values=Tile(64, 128, 8, 3))
 # The 192 and 128 of MLA and the like leave shared memory for a block more.
-MLA = Tiles(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3), values=Tile(64, 128, 8, 3))
+MLA = Tiles(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3), fused=True, values=Tile(64, 128, 8, 3))
 # Sums in e4m3, each added from a fresh product, take twice the registers.
 WIDE_NARROW = Tiles(Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), values=Tile(64, 64, 8, 3))
 # On an H200 (Triton 3.6, cold L2, 16,384 tokens of width 2048), milliseconds of dK with dV and of dQ at 4k and 16k.

@@ -45,6 +45,7 @@ RINGS: dict[tuple[Kind, int, bool], tuple[Ring, ...]] = {
     ("queries", 64, True): (Ring(64, 4), Ring(64, 6)),
     ("all", 128, False): (Ring(64, 2),),  # what there is
     ("all", 64, False): (Ring(64, 2),),
+    ("all", 192, False): (Ring(64, 2),),
 }
 SAME = 0.02  # relative L2 between two ways to sum the same e4m3 products
 # Blocks as long as those of the rings: in e4m3 a row of dS is rounded in units of its largest number in a block.
@@ -59,7 +60,7 @@ KERNELS = [
     f"attnbench.backends.triton.{name}"
     for name in (
         *(f"backward.hopper.{kernel}" for kernel in (
-            "fused", "fused_tiles", "keys", "queries", "shared", "narrow", "narrow_keys", "narrow_queries",
+            "fused", "fused_tiles", "wide", "keys", "queries", "shared", "narrow", "narrow_keys", "narrow_queries",
         )),
         "forward.hopper.softmax",
     )
@@ -119,6 +120,14 @@ CASES = {
     "D 96, rotated": Case(_spec(300, 400, head_dim=96)),
     "D 128, Dv 64": Case(_spec(300, 400, _CAUSAL, head_dim_v=64, kv_heads=1)),
     "D 64, Dv 128": Case(_spec(400, 300, head_dim=64, head_dim_v=128, kv_heads=1)),
+    "D 192, Dv 128": Case(_spec(512, 512, head_dim=192, head_dim_v=128), "none"),
+    "D 192, Dv 128, causal, groups of 2": Case(
+        _spec(777, 777, _CAUSAL, batch=2, heads=4, kv_heads=2, head_dim=192, head_dim_v=128), "none"
+    ),
+    "D 192, Dv 64, window to the end": Case(_spec(700, 500, Mask(90, 20, _END), head_dim=192, head_dim_v=64), "none"),
+    "D 170, Dv 100, fp16": Case(_spec(300, 400, head_dim=170, head_dim_v=100, dtype="fp16"), "none"),
+    "D 192, few tokens": Case(_spec(1, 5, heads=3, head_dim=192, head_dim_v=128), "none"),
+    "D 192, long causal": Case(_spec(8192, 8192, _CAUSAL, head_dim=192, head_dim_v=128), "none"),
 }
 
 
@@ -126,7 +135,8 @@ def jobs_of(kind: Kind, narrow: bool) -> list[Job]:
     """All jobs of a kernel, with e4m3 in the sums (``narrow``) or bf16."""
     jobs = []
     for name, case in CASES.items():
-        rings = RINGS.get((kind, 64 if max(case.spec.head_dim, case.spec.head_dim_v) <= 64 else 128, narrow), ())
+        size = next(each for each in (64, 128, 192) if each >= max(case.spec.head_dim, case.spec.head_dim_v))
+        rings = RINGS.get((kind, size, narrow), ())
         jobs += [Job(kind, name, ring, narrow) for ring in (rings if case.all_rings else rings[:1])]
     return jobs
 
@@ -200,7 +210,7 @@ def run(given: Prepared, kind: Kind, tile: Tile, dtype: torch.dtype, narrow: boo
     if kind == "all":
         if tile.hopper is not None:
             sums = torch.zeros(given.layout.sums, dtype=torch.bfloat16, device=given.q.data.device)
-            return backward_launch.run_all(given, sums, dtype)
+            return backward_launch.run_all(given, sums, dtype, PLAIN)
         return *run(given, "queries", tile, dtype, narrow), *run(given, "keys", tile, dtype, narrow)
     if kind == "keys":
         return backward_launch.run_keys(given, tile, narrow, dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Literal
 
@@ -16,7 +17,7 @@ from ...forward.hopper import launch as forward
 from ...forward.hopper.launch import described, registers
 from ...launching import KEPT as MOST
 from ...launching import Launch, Launches
-from ..copies import padded
+from ..copies import halves, padded
 from ..layout import BLOCK, PEAK, VECTORS
 from ..operands import Layout, Prepared
 from ..tiles import Ring
@@ -31,11 +32,16 @@ MOST_SUMMED = 32768
 _ROWS = 64
 _PART = 64  # columns of an e4m3 sum at a time, and so rows of a rotation's matrix
 _SIZES = (64, 128)  # padded head dimensions
+_WIDE = 192  # that of Q and K where they are in two pieces
 
 
-def serves(spec: AttentionSpec, *, per_token: bool) -> bool:
-    """Whether the Hopper kernels support this; scales of tokens (``per_token``) and a soft cap take registers."""
-    fits = padded(spec.head_dim) in _SIZES and padded(spec.head_dim_v) in _SIZES
+def serves(spec: AttentionSpec, *, per_token: bool, rotated: bool) -> bool:
+    """Whether the Hopper kernels support this; scales of tokens (``per_token``) and a soft cap take registers.
+
+    Wider heads of Q, whose rotation has no memory left, in sequences of one length: dQ and dK alone.
+    """
+    wide = sum(halves(spec.head_dim)) == _WIDE and not rotated and spec.lengths is None
+    fits = (wide or padded(spec.head_dim) in _SIZES) and padded(spec.head_dim_v) in _SIZES
     return fits and spec.softcap == 0 and forward.serves(spec, per_token=per_token)
 
 
@@ -85,8 +91,17 @@ def _keys(layout: Layout, ring: Ring, narrow: bool, dtype: torch.dtype) -> tuple
 
 
 def run_all(given: Prepared, dq_sums: Tensor | Piece, dk_out: Tensor, dv_out: Tensor) -> None:
-    """Adds to dQ's sums, in bf16, and writes each share's dK and dV, on the current stream."""
+    """Adds to dQ's sums, in bf16, and writes each share's dK and dV, on the current stream.
+
+    Where Q and K are in two pieces, dV is not written.
+    """
     do, rows = given.gradient.laid, given.gradient.rows
+    if given.layout.rest:
+        tiles, start = _wide(given.layout, dk_out.dtype, dk_out.shape[1] // given.layout.spec.kv_heads)
+        q, k, wide = given.q.data, given.k.data, given.q.further(False, interleaved=False)
+        tiled = q, q, do.data, k, k, given.v.data, wide, wide, rows, dq_sums, dq_sums
+        start.on(rows.device, (*tiled, rows, given.gradient.descale, given.k_scale, dk_out), tiles)
+        return
     tiles, start = _all(given.layout, dk_out.dtype, dk_out.shape[1] // given.layout.spec.kv_heads)
     tiled = (
         given.q.data, do.data, given.k.data, given.v.data,
@@ -121,6 +136,26 @@ def _all(layout: Layout, dtype: torch.dtype, shares: int) -> tuple[tuple[Describ
     return tiles, _launches("all", narrow=False)(grid, constants, alike, **_options())
 
 
+@lru_cache(maxsize=MOST)
+def _wide(layout: Layout, dtype: torch.dtype, shares: int) -> tuple[tuple[Described, ...], Launch]:
+    """The same where Q and K are in two pieces."""
+    spec, columns = layout.spec, (layout.head_dim, layout.rest)
+    tiles = (
+        *_columns(layout.q, columns), _tiles(layout.do, _ROWS), *_columns(layout.k, columns), _tiles(layout.v, _ROWS),
+        *_columns(layout.q, columns), _pieces(layout, _ROWS),
+        *_columns(layout.sums, [each // 2 for each in columns]),
+    )  # fmt: skip
+    constants = (
+        *layout.k_steps[:2],
+        spec.kv_heads, spec.seqlen_q, spec.seqlen_kv, layout.padded_q, layout.padded_kv, layout.plane,
+        spec.head_dim, layout.exponent, layout.before, layout.after, spec.group // shares, shares,
+        *layout.edges, spec.seqlen_kv % KEPT != 0, registers()[1],
+    )  # fmt: skip
+    alike = dtype, *columns, layout.head_dim_v
+    grid = -(-spec.seqlen_kv // KEPT), spec.batch * spec.kv_heads * shares, 1
+    return tiles, _launches("wide", narrow=False)(grid, constants, alike, **_options())
+
+
 def run_queries(given: Prepared, ring: Ring, narrow: bool, dq_out: Tensor) -> None:
     """Writes dQ (B, H, Sq, D), contiguous, on the current stream."""
     rows = given.gradient.rows
@@ -153,7 +188,11 @@ def _queries(layout: Layout, ring: Ring, narrow: bool, dtype: torch.dtype) -> tu
 
 
 @cache
-def _launches(kind: Literal["all", "keys", "queries"], narrow: bool) -> Launches:
+def _launches(kind: Literal["all", "wide", "keys", "queries"], narrow: bool) -> Launches:
+    if kind == "wide":
+        from .wide import key_gradients_wide_hopper
+
+        return Launches(key_gradients_wide_hopper)
     if kind == "all":
         from .fused import all_gradients_hopper
 
@@ -184,6 +223,11 @@ def _descales(given: Prepared, narrow: bool) -> tuple[Piece, ...]:
 def _tiles(shape: Shape, tokens: int) -> Described:
     """Of (B, H, S, D) as a matrix (B·H·S, D), by so many tokens."""
     return described(rows_of(shape), (tokens, shape[3]))
+
+
+def _columns(shape: Shape, columns: Sequence[int]) -> tuple[Described, ...]:
+    """The same by blocks of so many columns of 64 tokens."""
+    return tuple([described(rows_of(shape), (_ROWS, each)) for each in columns])
 
 
 def _halves(shape: Shape, tokens: int) -> Described:
