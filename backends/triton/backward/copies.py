@@ -71,20 +71,19 @@ class Source(NamedTuple):
 
     ``aligned``: whether TMA may begin to read where it begins.  ``zeroed``: bf16 memory of its copy's shape is filled
     with zeros beside.  Where ``sequences`` have lengths of their own, by the tiles of the pair, all copies consist of
-    slots.  ``halved``: the head dimension is padded as ``halves`` has it, else to a power of two.  ``in_place``: a
-    kernel reads it as it is.
+    slots.  ``pitch``: the padded head dimension.  ``in_place``: a kernel reads it as it is.
     """
 
     shape: Sequence[int]
     strides: Sequence[int]
     dtype: torch.dtype
     aligned: bool
+    pitch: int
     wide: bool = False
     transposed: bool = False
     interleaved: bool = False
     zeroed: bool = False
     sequences: tuple[int, Tiled] | None = None
-    halved: bool = False
     in_place: bool = False
 
 
@@ -234,7 +233,7 @@ def copies_of(sources: Sequence[Source]) -> Copies:
     steps, sizes, padded_sizes, pitches, orders, programs = [], [], [], [], [], 0
     for source in sources:
         batch, heads, length, size = source.shape
-        whole, long = sum(halves(size)) if source.halved else padded(size), rounded_up(length, PADDING)
+        whole, long = source.pitch, rounded_up(length, PADDING)
         if source.sequences is not None:
             sequences, tiled = source.sequences
             long, batch = tiled.capacity(sequences, batch) * TOKENS, 1

@@ -101,13 +101,13 @@ def run_all(
     """dQ (B, H, Sq, D), dK (B, Hkv, Skv, D) and dV (B, Hkv, Skv, Dv) by the fused kernel.
 
     ``sums`` are zeros in bf16; they become dQ if that is bf16, of no padded head dimension and not rotated.  Where Q
-    and K are in two pieces, dV has a kernel of its own with the tile ``values``.
+    and K are in two pieces and V is not, dV has a kernel of its own with the tile ``values``.
     dQ differs from run to run: programs add to it in no order, and every sum is rounded to bf16.
     """
     layout, device = given.layout, sums.device
     dk_out, dv_out = _for_keys(layout, dtype, device, shares_of(layout, hopper.KEPT))
     hopper.run_all(given, sums, dk_out, dv_out)
-    if layout.rest:
+    if layout.rest and not layout.rest_v:
         assert values is not None
         _run_keys_plain(given, values, False, dk_out, dv_out, "v")
     dk, dv = summed(dk_out, layout.spec.kv_heads), summed(dv_out, layout.spec.kv_heads)

@@ -91,6 +91,7 @@ def _lay_out_gradient(
     log2e: tl.constexpr,
     log2_larger: tl.constexpr,
     padded_size: tl.constexpr,
+    pitch: tl.constexpr,
     tokens: tl.constexpr,
     v_varies: tl.constexpr,
     write_wide: tl.constexpr,
@@ -127,14 +128,15 @@ def _lay_out_gradient(
     scaled = exact * (1.0 / power)
     narrow = to_e4m3(scaled)
     laid = token if tiles is None else (block * tokens + tl.arange(0, tokens)).to(tl.int64)
-    flat = each * padded_length * padded_size + laid[:, None] * padded_size + column[None, :]
-    tl.store(data + flat, narrow)
+    flat = each * padded_length * pitch + laid[:, None] * pitch + column[None, :]
+    stored = (column < pitch)[None, :] if pitch < padded_size else None
+    tl.store(data + flat, narrow, stored)
     if write_wide:
         if fused:  # of fp32's largest numbers a rounding to bf16 would make infinity
             held = tl.minimum(tl.maximum(exact, -_LARGEST), _LARGEST)
-            tl.store(wide + flat, to_bf16(tl.where(tl.abs(exact) < float("inf"), held, exact)))
+            tl.store(wide + flat, to_bf16(tl.where(tl.abs(exact) < float("inf"), held, exact)), stored)
         else:
-            tl.store(wide + flat, to_bf16(scaled))
+            tl.store(wide + flat, to_bf16(scaled), stored)
 
     place = out + batch * out_batch + head * out_head + token[:, None] * out_token + column[None, :] * out_size
     seen = tl.load(place, mask=both, other=0.0).to(tl.float32)
@@ -180,16 +182,17 @@ class GradientPlan(NamedTuple):
 def gradient_plan(
     spec: AttentionSpec, grad: tuple[Any, ...], out: tuple[Any, ...], lse: tuple[Any, ...],
     descales: Sequence[Part], *,
-    narrow: bool, factor: float | None = None, sequences: tuple[int, Tiled] | None = None, shared: bool = False,
+    narrow: bool, pitch: int, factor: float | None = None, sequences: tuple[int, Tiled] | None = None,
+    shared: bool = False,
 ) -> GradientPlan:  # fmt: skip
     """For dO (B, H, Sq, Dv) of any strides, in e4m3 with delta = rowsum(dO∘O), in one pass.
 
     ``grad``: dO's shape, strides, dtype, and whether TMA may begin to read where it begins; ``out`` (B, H, Sq, Dv) and
     ``lse`` (B, H, Sq) are the forward's strides and dtypes; ``descales`` those of Q, K and V, (B, heads, S, 1) or 1 for
-    any axis.  ``narrow``: the kernels will read a transposed copy of dO, not made here, else the wide one.  ``factor``:
-    for the fused kernel, whose dQ is that times dS · K; then no token of K or V may have its own scale.
-    ``sequences``: how many there are with lengths of their own, by tiles of ``BLOCK`` queries; then everything has
-    slots, and with ``shared`` the tokens of a sequence share their descales.
+    any axis.  ``narrow``: the kernels will read a transposed copy of dO, not made here, else the wide one.  ``pitch``:
+    the padded head dimension.  ``factor``: for the fused kernel, whose dQ is that times dS · K; then no token of K or V
+    may have its own scale.  ``sequences``: how many there are with lengths of their own, by tiles of ``BLOCK`` queries;
+    then everything has slots, and with ``shared`` the tokens of a sequence share their descales.
     ptxas 12.8 loses bytes of a conversion to FP8 that two stores read, one of them transposed (seen on fp32).
     """
     (batch, heads, length, size), keys = grad[0], spec.seqlen_kv
@@ -200,21 +203,21 @@ def gradient_plan(
         entries, blocks, keys = 1, tiled.capacity(count, batch), tiled.stored[1]
         long = blocks * BLOCK
     fused = factor is not None
-    there = fused and grad[3] and sequences is None and grad[2] == torch.bfloat16 and ready(grad[0], grad[1], whole)
+    there = fused and grad[3] and sequences is None and grad[2] == torch.bfloat16 and ready(grad[0], grad[1], pitch)
     larger = 0.0 if fused else math.log2(PEAK) if narrow else None
     of_q, of_k, of_v = descales
     constants = (
         *grad[1], *out[0], *lse[0], *steps(of_q.shape, of_q.strides, batch, heads, length),
         *[step for x in (of_k, of_v) for step in steps(x.shape, x.strides, batch, spec.kv_heads, keys)[:2]],
         heads, spec.group, length, size, entries * heads * long, long, factor or 0.0,
-        LOG2E, larger, whole, BLOCK, of_v.shape[2] > 1 and not shared, not (narrow or there), fused,
+        LOG2E, larger, whole, pitch, BLOCK, of_v.shape[2] > 1 and not shared, not (narrow or there), fused,
     )  # fmt: skip
     dtypes = grad[2], out[1], lse[1], *[x.dtype for x in descales], sequences is None
     # With one register more there is no second program on a multiprocessor, and the pass takes a third longer.
     how = {"num_warps": 8 if whole <= 128 else 16, "maxnreg": 128}
     wanted = (
-        Wanted((entries, heads, long, whole), torch.float8_e4m3fn),
-        None if narrow or there else Wanted((entries, heads, long, whole), torch.bfloat16),
+        Wanted((entries, heads, long, pitch), torch.float8_e4m3fn),
+        None if narrow or there else Wanted((entries, heads, long, pitch), torch.bfloat16),
         Wanted((entries, heads, blocks), torch.float32),
         Wanted((VECTORS, entries, heads, long), torch.float32),
     )

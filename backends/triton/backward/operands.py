@@ -73,10 +73,12 @@ class Layout:
         scales: tuple[tuple[Sequence[int], Sequence[int]], ...],
         extent: Extent | None = None,
         keys_in_place: bool = False,
+        pieces: tuple[int, int] | None = None,
     ) -> None:
         """``rotated``: Q and K were.  ``served``: by the Hopper kernels.  ``scales``: shapes and strides of the
         descales.  ``extent``: the spec's own where all sequences have its lengths.  ``keys_in_place``: of such that
-        have their own, a Hopper kernel reads K and V where they lie.
+        have their own, a Hopper kernel reads K and V where they lie.  ``pieces``: columns of Q, K, V and dO that a
+        Hopper kernel reads apart.
         """
         self.spec, self.rotated = spec, rotated
         self.extent = extent = extent or Extent(spec.batch, spec.seqlen_q, spec.seqlen_kv)
@@ -91,17 +93,18 @@ class Layout:
         # Shapes of dQ, dK and dV, and whether they have rows of no sequence, which no kernel writes.
         self.gradients = (*by_query, spec.head_dim), (*by_key, spec.head_dim), (*by_key, spec.head_dim_v)
         self.gaps = spec.lengths is not None and spec.lengths.batch != "packed"
-        # Padded, and so the shapes of Q, dO, K and V as they are laid out; ``rest``: columns of Q and K behind
-        # ``head_dim``.
-        (self.head_dim, self.rest), self.head_dim_v = halves(spec.head_dim), padded(spec.head_dim_v)
-        self.pitch = self.head_dim + self.rest
+        # Padded, and so the shapes of Q, dO, K and V as they are laid out; ``rest`` and ``rest_v``: columns of Q and K,
+        # and of V and dO, behind ``head_dim`` and ``head_dim_v``.
+        self.head_dim, self.rest = pieces or halves(spec.head_dim)
+        self.head_dim_v, self.rest_v = pieces or (padded(spec.head_dim_v), 0)
+        self.pitch, self.pitch_v = self.head_dim + self.rest, self.head_dim_v + self.rest_v
         self.padded_q, self.padded_kv = extent.long("q"), extent.long("kv")
         if self.keys_in_place:
             self.padded_kv = extent.seqlen_kv
         queries = extent.entries, spec.heads, self.padded_q
         keys = extent.batch if self.keys_in_place else extent.entries, spec.kv_heads, self.padded_kv
-        self.q, self.do = (*queries, self.pitch), (*queries, self.head_dim_v)
-        self.k, self.v = (*keys, self.pitch), (*keys, self.head_dim_v)
+        self.q, self.do = (*queries, self.pitch), (*queries, self.pitch_v)
+        self.k, self.v = (*keys, self.pitch), (*keys, self.pitch_v)
         self.plane = math.prod(queries)
         mask, offset = spec.mask, 0 if unequal else spec.mask.offset(spec.seqlen_q, spec.seqlen_kv)
         # Whether every sequence adds an offset of its own to both.

@@ -190,23 +190,23 @@ def _planned(
     lies = [(x.data.shape, x.data.strides, x.data.dtype, each) for x, each in zip((q, k, v), readable, strict=True)]
     # Only a kernel that makes all gradients hides what lies behind a sequence.
     there = fused and sequences is not None and all(map(_readable, lies[1:]))
-    layout = _layout(spec, q.rotated, here, scales, extent, there)
+    layout = _layout(spec, q.rotated, here, scales, extent, there, fused)
     fused, there = fused and layout.served, layout.keys_in_place
     place = _place_of_sums(layout, fused)
     gradient = gradient_plan(
-        spec, grad, out, lse, [q.descale, k.descale, v.descale], narrow=narrow,
+        spec, grad, out, lse, [q.descale, k.descale, v.descale], narrow=narrow, pitch=layout.pitch_v,
         factor=layout.scale if fused else None, sequences=tiled_do, shared=layout.extent.shared,
     )  # fmt: skip
     by_key, by_query = (narrow and layout.served and tile.hopper is not None for tile in tiles[:2])
     sources = [
-        Source(*lies[0], not narrow, narrow, by_key, place in ("within", "apart"), tiled_q, halved=True),
-        Source(*lies[1], not (narrow or fused), narrow, by_query, False, tiled_kv, halved=True, in_place=there),
-        Source(*lies[2], sequences=tiled_kv, in_place=there),
+        Source(*lies[0], layout.pitch, not narrow, narrow, by_key, place in ("within", "apart"), tiled_q),
+        Source(*lies[1], layout.pitch, not (narrow or fused), narrow, by_query, False, tiled_kv, in_place=there),
+        Source(*lies[2], layout.pitch_v, sequences=tiled_kv, in_place=there),
     ]
     if narrow:
         _, heads, tokens, size = layout.do
         strides = heads * tokens * size, tokens * size, size, 1
-        sources.append(Source(layout.do, strides, torch.float8_e4m3fn, True, False, True, by_key))
+        sources.append(Source(layout.do, strides, torch.float8_e4m3fn, True, size, False, True, by_key))
     copies = copies_of(sources)
     wanted = [*gradient.wanted, *copies.wanted]
     if place == "within":
@@ -231,12 +231,13 @@ def _readable(lies: tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]) 
 @lru_cache(maxsize=KEPT)
 def _layout(
     spec: AttentionSpec, rotated: bool, here: bool, scales: tuple[tuple[Sequence[int], Sequence[int]], ...],
-    extent: Extent | None = None, keys_in_place: bool = False,
+    extent: Extent | None = None, keys_in_place: bool = False, fused: bool = False,
 ) -> Layout:  # fmt: skip
-    """``here``: on a GPU that runs the Hopper kernels; what follows as in ``Layout``."""
+    """``here``: on a GPU with the Hopper kernels; ``fused``: by that of all gradients; the rest as in ``Layout``."""
     per_token = any(shape[2] > 1 for shape, _ in scales) and not (extent is not None and extent.shared)
     served = here and hopper.serves(spec, per_token=per_token, rotated=rotated)
-    return Layout(spec, rotated, served, scales, extent, keys_in_place)
+    pieces = hopper.PIECES if served and fused and hopper.in_pieces(spec, rotated=rotated) else None
+    return Layout(spec, rotated, served, scales, extent, keys_in_place, pieces)
 
 
 @permanent

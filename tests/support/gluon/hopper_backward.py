@@ -60,7 +60,7 @@ KERNELS = [
     f"attnbench.backends.triton.{name}"
     for name in (
         *(f"backward.hopper.{kernel}" for kernel in (
-            "fused", "fused_tiles", "wide", "keys", "queries", "shared", "narrow", "narrow_keys", "narrow_queries",
+            "fused", "fused_tiles", "pieces", "keys", "queries", "shared", "narrow", "narrow_keys", "narrow_queries",
         )),
         "forward.hopper.softmax",
     )

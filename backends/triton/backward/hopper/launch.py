@@ -22,7 +22,7 @@ from ..layout import BLOCK, PEAK, VECTORS
 from ..operands import Layout, Prepared
 from ..tiles import Ring
 
-__all__ = ["KEPT", "MOST_SUMMED", "adds", "run_all", "run_keys", "run_queries", "serves"]
+__all__ = ["KEPT", "MOST_SUMMED", "PIECES", "adds", "in_pieces", "run_all", "run_keys", "run_queries", "serves"]
 
 KEPT = 128  # keys (or queries) that a program keeps: 64 for each of two warpgroups
 # Keys of the fused kernel, which rounds dQ's sums to bf16 at the addition of every 128.  Its error is as random steps
@@ -32,17 +32,27 @@ MOST_SUMMED = 32768
 _ROWS = 64
 _PART = 64  # columns of an e4m3 sum at a time, and so rows of a rotation's matrix
 _SIZES = (64, 128)  # padded head dimensions
-_WIDE = 192  # that of Q and K where they are in two pieces
+_MLA = (128, 64)  # pieces of Q and K
+PIECES = (64, 32)  # of Q, K and V
 
 
 def serves(spec: AttentionSpec, *, per_token: bool, rotated: bool) -> bool:
-    """Whether the Hopper kernels support this; scales of tokens (``per_token``) and a soft cap take registers.
+    """Whether the Hopper kernels support this; scales of tokens (``per_token``) and a soft cap take registers."""
+    fits = padded(spec.head_dim) in _SIZES or (halves(spec.head_dim) == _MLA and _takes_pieces(spec, rotated))
+    takes_v = padded(spec.head_dim_v) in _SIZES
+    return fits and takes_v and spec.softcap == 0 and forward.serves(spec, per_token=per_token)
 
-    Wider heads of Q, whose rotation has no memory left, in sequences of one length: dQ and dK alone.
-    """
-    wide = sum(halves(spec.head_dim)) == _WIDE and not rotated and spec.lengths is None
-    fits = (wide or padded(spec.head_dim) in _SIZES) and padded(spec.head_dim_v) in _SIZES
-    return fits and spec.softcap == 0 and forward.serves(spec, per_token=per_token)
+
+def in_pieces(spec: AttentionSpec, *, rotated: bool) -> bool:
+    """Whether the kernel of all gradients takes Q, K and V in pieces of 64 and 32 columns, not padded to 128."""
+    least, most = PIECES[0], sum(PIECES)
+    fits = all(least < size <= most for size in (spec.head_dim, spec.head_dim_v))
+    return fits and _takes_pieces(spec, rotated)
+
+
+def _takes_pieces(spec: AttentionSpec, rotated: bool) -> bool:
+    """A rotation mixes the columns of both, and slots of sequences have no pieces."""
+    return not rotated and spec.lengths is None
 
 
 @cache
@@ -93,14 +103,15 @@ def _keys(layout: Layout, ring: Ring, narrow: bool, dtype: torch.dtype) -> tuple
 def run_all(given: Prepared, dq_sums: Tensor | Piece, dk_out: Tensor, dv_out: Tensor) -> None:
     """Adds to dQ's sums, in bf16, and writes each share's dK and dV, on the current stream.
 
-    Where Q and K are in two pieces, dV is not written.
+    Where Q and K are in two pieces and V is not, dV is not written.
     """
     do, rows = given.gradient.laid, given.gradient.rows
     if given.layout.rest:
-        tiles, start = _wide(given.layout, dk_out.dtype, dk_out.shape[1] // given.layout.spec.kv_heads)
-        q, k, wide = given.q.data, given.k.data, given.q.further(False, interleaved=False)
-        tiled = q, q, do.data, k, k, given.v.data, wide, wide, rows, dq_sums, dq_sums
-        start.on(rows.device, (*tiled, rows, given.gradient.descale, given.k_scale, dk_out), tiles)
+        tiles, start = _in_pieces(given.layout, dk_out.dtype, dk_out.shape[1] // given.layout.spec.kv_heads)
+        wide, do_wide = (each.further(False, interleaved=False) for each in (given.q, do))
+        pairs = given.q.data, do.data, given.k.data, given.v.data, wide, do_wide
+        tiled = *[each for each in pairs for _piece in range(2)], rows, dq_sums, dq_sums
+        start.on(rows.device, (*tiled, rows, given.gradient.descale, given.k_scale, dk_out, dv_out), tiles)
         return
     tiles, start = _all(given.layout, dk_out.dtype, dk_out.shape[1] // given.layout.spec.kv_heads)
     tiled = (
@@ -137,23 +148,23 @@ def _all(layout: Layout, dtype: torch.dtype, shares: int) -> tuple[tuple[Describ
 
 
 @lru_cache(maxsize=MOST)
-def _wide(layout: Layout, dtype: torch.dtype, shares: int) -> tuple[tuple[Described, ...], Launch]:
-    """The same where Q and K are in two pieces."""
-    spec, columns = layout.spec, (layout.head_dim, layout.rest)
+def _in_pieces(layout: Layout, dtype: torch.dtype, shares: int) -> tuple[tuple[Described, ...], Launch]:
+    """The same where Q and K are in two pieces, and perhaps V."""
+    spec, columns, with_values = layout.spec, (layout.head_dim, layout.rest), layout.rest_v > 0
+    columns_v = columns if with_values else (layout.head_dim_v,) * 2
     tiles = (
-        *_columns(layout.q, columns), _tiles(layout.do, _ROWS), *_columns(layout.k, columns), _tiles(layout.v, _ROWS),
-        *_columns(layout.q, columns), _pieces(layout, _ROWS),
-        *_columns(layout.sums, [each // 2 for each in columns]),
+        *_columns(layout.q, columns), *_columns(layout.do, columns_v), *_columns(layout.k, columns),
+        *_columns(layout.v, columns_v), *_columns(layout.q, columns), *_columns(layout.do, columns_v),
+        _pieces(layout, _ROWS), *_columns(layout.sums, columns if with_values else [each // 2 for each in columns]),
     )  # fmt: skip
     constants = (
         *layout.k_steps[:2],
         spec.kv_heads, spec.seqlen_q, spec.seqlen_kv, layout.padded_q, layout.padded_kv, layout.plane,
-        spec.head_dim, layout.exponent, layout.before, layout.after, spec.group // shares, shares,
-        *layout.edges, spec.seqlen_kv % KEPT != 0, registers()[1],
+        spec.head_dim, spec.head_dim_v, layout.exponent, layout.before, layout.after, spec.group // shares, shares,
+        *layout.edges, spec.seqlen_kv % KEPT != 0, with_values, registers()[1],
     )  # fmt: skip
-    alike = dtype, *columns, layout.head_dim_v
     grid = -(-spec.seqlen_kv // KEPT), spec.batch * spec.kv_heads * shares, 1
-    return tiles, _launches("wide", narrow=False)(grid, constants, alike, **_options())
+    return tiles, _launches("pieces", narrow=False)(grid, constants, (dtype, *columns, *columns_v), **_options())
 
 
 def run_queries(given: Prepared, ring: Ring, narrow: bool, dq_out: Tensor) -> None:
@@ -188,11 +199,11 @@ def _queries(layout: Layout, ring: Ring, narrow: bool, dtype: torch.dtype) -> tu
 
 
 @cache
-def _launches(kind: Literal["all", "wide", "keys", "queries"], narrow: bool) -> Launches:
-    if kind == "wide":
-        from .wide import key_gradients_wide_hopper
+def _launches(kind: Literal["all", "pieces", "keys", "queries"], narrow: bool) -> Launches:
+    if kind == "pieces":
+        from .pieces import all_gradients_in_pieces_hopper
 
-        return Launches(key_gradients_wide_hopper)
+        return Launches(all_gradients_in_pieces_hopper)
     if kind == "all":
         from .fused import all_gradients_hopper
 

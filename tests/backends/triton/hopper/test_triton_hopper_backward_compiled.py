@@ -22,13 +22,24 @@ from attnbench.backends.triton.backward.hopper.launch import _launches
 def sources(kernels):
     for kind, d, block, narrow, maxnreg, constants in kernels:
         kernel = _launches(kind, narrow)._kernel
+        whole, d = d, 64 if kind == "pieces" else d
         by_query, by_key = (64, block) if kind == "queries" else (block, 64)
         types = dict.fromkeys(("q", "do"), descriptor("fp8e4nv", by_query, d))
         types |= dict.fromkeys(("k", "v"), descriptor("fp8e4nv", by_key, d))
         types |= dict.fromkeys(("q_wide", "do_wide", "k_wide"), descriptor("bf16", block, d))
-        types |= dict(dq_sums=descriptor("bf16", 64, d * block // 128), dq_rest=descriptor("bf16", 64, d // 4))
-        types |= dict.fromkeys(("q_rest", "k_rest"), descriptor("fp8e4nv", 64, d // 2))
-        types |= dict(q_wide_rest=descriptor("bf16", 64, d // 2))
+        types |= dict(dq_sums=descriptor("bf16", 64, d * block // 128))
+        if kind == "pieces":  # of 96 columns 64 and 32, of 192 of Q and K alone 128 and 64
+            values = constants["with_values"]
+            first, more = (64, 32) if whole == 96 else (128, 64)
+            types |= dict.fromkeys(("q", "k"), descriptor("fp8e4nv", 64, first))
+            types |= dict.fromkeys(("more_q", "more_k"), descriptor("fp8e4nv", 64, more))
+            types |= dict.fromkeys(("do", "v"), descriptor("fp8e4nv", 64, first))
+            types |= dict.fromkeys(("more_do", "more_v"), descriptor("fp8e4nv", 64, more if values else first))
+            types |= dict(q_wide=descriptor("bf16", 64, first), more_q_wide=descriptor("bf16", 64, more))
+            types |= dict(do_wide=descriptor("bf16", 64, first))
+            types |= dict(more_do_wide=descriptor("bf16", 64, more if values else first))
+            parts = (first, more) if values else (first // 2, more // 2)
+            types |= dict(zip(("dq_sums", "more_dq_sums"), (descriptor("bf16", 64, each) for each in parts)))
         types |= dict.fromkeys(("q_across", "do_across", "k_across"), descriptor("fp8e4nv", d, block))
         types |= dict.fromkeys(("row_values", "descales", "factors", "k_descale", "v_descale"), "*fp32")
         types |= dict(turn=descriptor("bf16", 64 if narrow else d, d))
@@ -46,9 +57,9 @@ def sources(kernels):
 def _kernel(kind: str, head_dim: int, ring: Ring, narrow: bool = False, **more: object) -> tuple[object, ...]:
     even, most = forward_hopper_launch.registers()
     constants: dict[str, object] = {"left": False, "right": False, "registers": most}
-    constants |= {} if kind == "wide" else {"rotated": False}
+    constants |= {"with_values": head_dim == 96} if kind == "pieces" else {"rotated": False}
     constants |= {"tiles": None, "aligned": False} if kind == "all" else {}
-    constants |= {"shares": 1} if kind in ("all", "wide") else {"stages": ring.stages}
+    constants |= {"shares": 1} if kind in ("all", "pieces") else {"stages": ring.stages}
     constants |= {} if kind == "keys" else {"ragged": False}
     constants |= {} if kind == "queries" else {"group": 1}
     constants |= more | ({"shared": BLOCK, "peak": PEAK} if narrow else {})
@@ -104,9 +115,10 @@ OTHERS = (
     _kernel("queries", 128, Ring(64, 6), True, rotated=True),
     _kernel("all", 128, Ring(64, 2)),
 )
-WIDE = (
-    _kernel("wide", 128, Ring(64, 2), right=True),
-    _kernel("wide", 128, Ring(64, 2), left=True, right=True, ragged=True, group=4, shares=2),
+PIECES = tuple(
+    _kernel("pieces", head_dim, Ring(64, 2), right=True, **more)
+    for head_dim in (96, 192)
+    for more in ({}, {"left": True, "ragged": True, "group": 4, "shares": 2})
 )
 
 
@@ -143,12 +155,15 @@ def test_the_matrix_products_stay_asynchronous_and_nothing_spills(
 @pytest.mark.exhaustive
 def test_heads_in_two_pieces_stay_asynchronous_and_keep_their_sums_in_registers(tmp_path: Path) -> None:
     """What may lie in memory are a mask's bounds, places and what waits for the end: no sum has so few numbers."""
-    for found in assembly_of(SOURCES, WIDE, tmp_path):
-        assert max(int(x) for x in re.findall(r"(\d+) bytes spill stores", found["stderr"])) <= 176
+    for found, kernel in zip(assembly_of(SOURCES, PIECES, tmp_path), PIECES, strict=True):
+        spilled = [int(x) for x in re.findall(r"(\d+) bytes spill stores", found["stderr"])]
+        assert max(spilled) <= (0 if kernel[1] == 96 else 176)
         _check_rings(found["ttgir"], 2)
-        # S of the first block and in the loop, over 192 columns, and dP over 128; dK of 64 queries, dQ of 128 keys,
-        # both in two pieces, in the loop and behind it.
-        assert len(re.findall("QGMMA", found["code"])) == 2 * (2 * 6 + 4)
-        assert len(re.findall("HGMMA", found["code"])) == 2 * 2 * 2 * (4 + 8)
-        assert len(re.findall(r"UTMAREDG\.2D\.ADD", found["code"])) == 2 * 2 * 2
+        # S of the first block and in the loop and dP, 32 columns at a time; dK of 64 queries and dQ of 128 keys, in the
+        # loop and behind it, and dV in the loop; all sums in two pieces, except that of 96 columns' dQ each warpgroup
+        # has one.
+        scores, sums, adds = (3 + 3 + 3, 2 * (2 * 4 + 8) + 2 * 4, 2) if kernel[1] == 96 else (16, 2 * 2 * (4 + 8), 4)
+        assert len(re.findall("QGMMA", found["code"])) == 2 * scores
+        assert len(re.findall("HGMMA", found["code"])) == 2 * sums
+        assert len(re.findall(r"UTMAREDG\.2D\.ADD", found["code"])) == 2 * adds
         assert "STSM" in found["code"]
