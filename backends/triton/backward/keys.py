@@ -134,7 +134,8 @@ def _over_queries(
     return dk, dk_rest, dv
 
 
-@triton.jit
+# A length of 1 would become a constant, and the loop over its block no loop: such code had dK wrong on an H200.
+@triton.jit(do_not_specialize=["seqlen_q", "seqlen_kv", "before", "after"])
 def key_gradients(
     q_desc,
     q_rest,

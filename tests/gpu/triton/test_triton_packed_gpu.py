@@ -21,13 +21,15 @@ MASKS = [Mask(), Mask(right=0), Mask(right=0, alignment=END), Mask(200, 50, END)
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize(("name", "size"), [("fp8", 128), ("fp8-head", 128), ("fp8", 64), ("fp8-token", 128)], ids=str)
 def test_each_sequence_has_the_result_that_it_has_alone(name: str, size: int, mask: Mask) -> None:
-    """The forward and the fused kernel's dK and dV to the bit; dQ is added up in bf16 in any order.
+    """The forward to the bit; the fused kernel adds dQ up in bf16 in any order.
 
-    Of one length the sums in e4m3 have Hopper kernels, packed the plain ones, which round dS in other blocks.
+    Its dK and dV may be sums of more shares, each of them in bf16, of one sequence than of several.  Of one length the
+    sums in e4m3 have Hopper kernels, packed the plain ones, which round dS in other blocks.
     """
     batch = Documents(UNEQUAL, mask, heads=(8, 2), head_dim=size, head_dim_v=size, device=DEVICE)
     forward = TritonForward(name)
     for backward in (WIDE, NARROW):
+        summed = 0.03 if backward is NARROW else 0.01
         for i, (found, alone) in enumerate(
             zip(answers(batch, forward, backward), batch.run_alone(forward, backward), strict=True)
         ):
@@ -36,7 +38,7 @@ def test_each_sequence_has_the_result_that_it_has_alone(name: str, size: int, ma
                 hidden = y == -torch.inf
                 assert torch.equal(x == -torch.inf, hidden), (which, i)
                 x, y = (each.float().masked_fill(hidden, 0) for each in (x, y))
-                most = max(off, 0.03) if which == "dq" or (backward is NARROW and which in ("dk", "dv")) else off
+                most = max(off, {"dq": 0.03, "dk": summed, "dv": summed}.get(which, 0.0))
                 assert bool((x - y).norm() <= most * y.norm() + most / 100), (which, i, backward.name)
 
 
