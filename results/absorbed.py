@@ -70,14 +70,16 @@ def absorbed(q: Tensor, k: Tensor) -> Callable[[], Tensor]:
     """FlashAttention-3's operator on views of q and k, (B, S, H, D) as it wants them."""
     queries, keys = q.transpose(1, 2), k.transpose(1, 2)
     given = queries[..., VALUES:].contiguous(), keys[..., VALUES:], keys[..., :VALUES]
-    names, rest = (*FORWARD, "qv"), (None, None, None, SCALE, False, -1, -1, 0.0, None, None, None, None)
+    rest = None, None, None, SCALE, False, -1, -1, 0.0, None, None, None, None
     latent = queries[..., :VALUES].contiguous()
 
     def call() -> Tensor:
         build = chosen()
         if build is None:
             raise RuntimeError("FlashAttention-3 is not installed")
-        return bound(build.load().fwd.default, names)(*given, *rest, latent)[0].transpose(1, 2)
+        operator = build.load().fwd.default
+        named = [each.name for each in operator._schema.arguments if each.name in ("qv", "q_v")]  # differs by build
+        return bound(operator, (*FORWARD, *named))(*given, *rest, latent)[0].transpose(1, 2)
 
     return call
 
