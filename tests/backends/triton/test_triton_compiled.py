@@ -95,6 +95,36 @@ def test_the_kernels_of_a_packed_batch_compile(forward: str, kernels: list[str],
     assert json_output_of(PACKED, forward, folder=tmp_path) == kernels
 
 
+# The plain kernels over tokens, for sequences of each length on stdin in json.
+LENGTHS = """
+import json, sys
+import torch
+from compiled_for_hopper import compiling
+from attnbench import AttentionSpec
+from attnbench.backends.triton.backward import launch as backward
+from attnbench.backends.triton.backward.tiles import DEFAULT
+from attnbench.problem.fp8 import Quantised
+
+found = []
+for length in json.load(sys.stdin):
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=length, head_dim=64, direction="training")
+    x = torch.empty(1, 2, length, 64, dtype=torch.bfloat16, device="meta")
+    operand = Quantised(x.to(torch.float8_e4m3fn), torch.empty(1, 2, 1, 1, device="meta"), "head")
+    with compiling() as made:
+        backward.launch(spec, *[operand] * 3, x, torch.empty(1, 2, length, device="meta"), x,
+                        lambda spec, size, device: DEFAULT, True, None)
+    found.append([each.asm["ptx"] for each in made if each.metadata.name in ("key_gradients", "query_gradients")])
+print(json.dumps(found))
+"""
+
+
+def test_one_token_compiles_as_three_do(tmp_path: Path) -> None:
+    """Of the length 1 Triton may make a constant, and of a loop no loop: such code read beyond memory on an H200."""
+    one, three = json_output_of(LENGTHS, folder=tmp_path, stdin=[1, 3])
+    assert len(one) == 2
+    assert one == three
+
+
 # Where the Hopper kernel was to compute and does not serve: a scale for each key.
 DEFAULT_TILES = """
 import json, sys
