@@ -64,8 +64,9 @@ def test_beyond_the_most_measured_keys_the_error_bound_does_not_fall(errors, dou
     assert not falls or beyond == pytest.approx(last, rel=1e-3)
 
 
-@pytest.mark.parametrize("most", [8192, pytest.param(16384, marks=pytest.mark.exhaustive)])
-def test_the_shipped_tables_longest_specs_stay_below_the_predicted_and_declared_errors(most):
+@pytest.mark.parametrize(("most", "chance"), [(8192, 0), pytest.param(16384, 1, marks=pytest.mark.exhaustive)])
+def test_the_shipped_tables_longest_specs_stay_below_the_predicted_and_declared_errors(most, chance):
+    """But for 5 %, as bounds are kept with 95 % confidence; of few specs chance may add one."""
     table, known = Table.load(ROOT / "attnbench" / "tables" / "nvidia-h200.json"), registry()
     entries = [each for each in table.entries.values() if each.usable and each.plan.fp8]
     model = ErrorModel(each for each in entries if summed(each.spec) <= most)
@@ -77,5 +78,4 @@ def test_the_shipped_tables_longest_specs_stay_below_the_predicted_and_declared_
             above.append(each.worst[0] > found[0] * growth**doublings)
     count = len(above)
     assert count > 50
-    # Of bounds that hold for 95 %, and chance as large as its standard deviation.
-    assert sum(above) <= 0.05 * count + math.sqrt(0.05 * 0.95 * count)
+    assert sum(above) <= 0.05 * count + chance
