@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...common.layout import rounded_up
+from ..arithmetic import to_bf16
 from ..blocks import Piece, Wanted, tensor_of
 from ..launching import Launch, Launches
 from ..tile_map import Tiled
@@ -46,8 +47,8 @@ _SMALLEST = 32  # what an FP8 tensor core sums over at once
 
 
 class Laid(NamedTuple):
-    """An operand: ``data`` (B, H, S, D) e4m3; ``wide`` the same in bf16; ``transposed`` (B, H, D, S); None if not
-    requested.
+    """An operand: ``data`` (B, H, S, D) e4m3; ``wide`` the same in bf16, perhaps ``Source.scaled``; ``transposed``
+    (B, H, D, S); None if not requested.
 
     S and D are padded; of sequences of unequal length (1, H, slots, D), each at its slot, unless ``data`` is the tensor
     itself.  ``interleaved``: each 16 tokens of ``transposed`` are in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15.
@@ -71,7 +72,8 @@ class Source(NamedTuple):
 
     ``aligned``: whether TMA may begin to read where it begins.  ``zeroed``: bf16 memory of its copy's shape is filled
     with zeros beside.  Where ``sequences`` have lengths of their own, by the tiles of the pair, all copies consist of
-    slots.  ``pitch``: the padded head dimension.  ``in_place``: a kernel reads it as it is.
+    slots.  ``pitch``: the padded head dimension.  ``in_place``: a kernel reads it as it is.  ``scaled``: the wide copy
+    is multiplied by the descale, which has these strides (batch, head, token) and is one for a sequence and head.
     """
 
     shape: Sequence[int]
@@ -85,6 +87,7 @@ class Source(NamedTuple):
     zeroed: bool = False
     sequences: tuple[int, Tiled] | None = None
     in_place: bool = False
+    scaled: tuple[int, int, int] | None = None
 
 
 class Copies(NamedTuple):
@@ -139,6 +142,7 @@ class _Copy(NamedTuple):
     transposed: Any
     zeros: Any
     tiles: Any  # the table of sequences of unequal length, or None
+    scale: Any  # what the wide copy is multiplied by, or None
 
 
 class _Extent(NamedTuple):
@@ -166,21 +170,23 @@ def _copy_block(
     tokens: tl.constexpr,
     interleaved: tl.constexpr,
 ):
-    """Block ``number`` of a copy; ``steps`` are x's strides."""
+    """Block ``number`` of a copy; ``steps`` are x's strides, and those of its scale."""
     heads, blocks, length = (extent.heads - 3) >> 1, (extent.blocks - 3) >> 1, (extent.length - 3) >> 1
     head, padded_length = (number // blocks).to(tl.int64), blocks * tokens
     if job.tiles is None:
         row = number % blocks * tokens + tl.arange(0, tokens)
         token = _token(row, interleaved)
-        place = job.x + head // heads * steps[0] + head % heads * steps[1]
+        batch, own, begin = head // heads, head % heads, 0
     else:
         tiles = job.tiles + (1 + number % blocks) * ROW
         row = tl.load(tiles + 1) + tl.arange(0, tokens)
         token, length = _token(row, interleaved), tl.load(tiles + 3)
-        place = job.x + tl.load(tiles).to(tl.int64) * steps[0] + head * steps[1]
-        place += tl.load(tiles + 2).to(tl.int64) * steps[2]
+        batch, own, begin = tl.load(tiles).to(tl.int64), head, tl.load(tiles + 2).to(tl.int64)
     column = tl.arange(0, padded_size)
+    place = job.x + batch * steps[0] + own * steps[1] + begin * steps[2]
     place += token.to(tl.int64)[:, None] * steps[2] + column[None, :] * steps[3]
+    if job.scale is not None:  # before the tile, so that a program waits once; the last sequence may have no token
+        scale = tl.load(job.scale + batch * steps[4] + own * steps[5] + begin * steps[6], mask=length > 0, other=1.0)
     tile = tl.load(place, mask=(token < length)[:, None] & (column < size)[None, :], other=0.0)
     if job.tiles is not None:
         row += tl.load(tiles + 6)
@@ -190,7 +196,8 @@ def _copy_block(
     if job.data is not None:
         tl.store(job.data + flat, tile, inside)
     if job.wide is not None:
-        tl.store(job.wide + flat, tile.to(tl.bfloat16), inside)
+        wide = tile.to(tl.bfloat16) if job.scale is None else to_bf16(tile.to(tl.float32) * scale)
+        tl.store(job.wide + flat, wide, inside)
     if job.transposed is not None:
         across = (head * pitch + column.to(tl.int64)[:, None]) * padded_length + row[None, :]
         tl.store(job.transposed + across, tl.trans(tile), (column < pitch)[:, None] if pitch < padded_size else None)
@@ -252,7 +259,7 @@ def copies_of(sources: Sequence[Source]) -> Copies:
             numbers = programs, batch * heads * blocks, heads, blocks, length
             extents.append(_Extent(*(2 * number + 3 for number in numbers)))
             programs += numbers[1]
-            steps.append(tuple(source.strides))
+            steps.append((*source.strides, *(source.scaled or ())))
             sizes.append(size)
             padded_sizes.append(padded(size))
             pitches.append(whole)
@@ -269,15 +276,17 @@ def copies_of(sources: Sequence[Source]) -> Copies:
 
 def lay_out(
     copies: Copies, tensors: Sequence[Tensor | Piece], places: Sequence[Piece | None],
-    zeros: Sequence[Tensor | Piece | None], tables: Sequence[Tensor | None], device: torch.device,
+    zeros: Sequence[Tensor | Piece | None], tables: Sequence[Tensor | None], scales: Sequence[Tensor | Piece | None],
+    device: torch.device,
 ) -> list[Laid]:  # fmt: skip
-    """Copies of ``tensors`` at the ``places`` that were wanted; ``zeros`` and ``tables`` of lengths by tensor."""
+    """Copies of ``tensors`` at the ``places`` that were wanted; ``zeros``, tables of lengths, scales by tensor."""
     found, jobs = [], []
     for i, source in enumerate(copies.sources):
         x, (data, wide, transposed) = tensors[i], places[3 * i : 3 * i + 3]
         found.append(Laid(x if data is None else data, wide, transposed, source.interleaved))
         if copies.busy[i]:
-            jobs.append((x, data, wide, transposed, zeros[i], tables[i]))
+            scale = None if source.scaled is None else scales[i]
+            jobs.append((x, data, wide, transposed, zeros[i], tables[i], scale))
     if copies.launch is not None:
         addresses, begins = [], 0
         for job in jobs:

@@ -17,7 +17,7 @@ from attnbench.problem.lengths import Lengths
 from attnbench.problem.spec import AttentionSpec, Granularity
 
 from ..blocks import Block, Memory, Part, Piece, Wanted
-from ..descales import in_fp32
+from ..descales import in_fp32, steps
 from ..forward.hopper import launch as forward_hopper_launch
 from ..launching import KEPT
 from ..quantise.stored import Form, Stored
@@ -116,6 +116,7 @@ def prepared(
         places[_GRADIENT:],
         (unwritten, None, None, None),
         (by_queries, by_key, by_key, None),
+        (of_q.descale, None, None, None),
         device,
     )
     if narrow:
@@ -197,9 +198,15 @@ def _planned(
         spec, grad, out, lse, [q.descale, k.descale, v.descale], narrow=narrow, pitch=layout.pitch_v,
         factor=layout.scale if fused else None, sequences=tiled_do, shared=layout.extent.shared,
     )  # fmt: skip
+    scaled = None
+    if fused and spec.group > 1:  # a sum over query heads is in one unit
+        batch, _, tokens, _ = q.data.shape
+        scaled = steps(*scales[0], batch, spec.heads, tokens)
     by_key, by_query = (narrow and layout.served and tile.hopper is not None for tile in tiles[:2])
     sources = [
-        Source(*lies[0], layout.pitch, not narrow, narrow, by_key, place in ("within", "apart"), tiled_q),
+        Source(
+            *lies[0], layout.pitch, not narrow, narrow, by_key, place in ("within", "apart"), tiled_q, scaled=scaled
+        ),
         Source(*lies[1], layout.pitch, not (narrow or fused), narrow, by_query, False, tiled_kv, in_place=there),
         Source(*lies[2], layout.pitch_v, sequences=tiled_kv, in_place=there),
     ]
