@@ -133,12 +133,15 @@ def _summed(
     layers: Layers,
     known: Registry,
 ) -> list[str]:
-    """A line of the summary: gains over torch's default, geometric mean, least and most, and which pays where."""
+    """A line of the summary: gains over torch's default, geometric mean, least and most, and which pays where.
+
+    Layers whose plans with FP8 nobody looked at are not counted.
+    """
     exact_gains, best_gains, losses = list[float](), list[float](), list[str]()
     count = wins = 0
     for spec, rows in measured.items():
         default, exact, low = _default(rows, known), _fastest(rows, fp8=False), _fastest(rows, fp8=True)
-        if spec.direction != direction or exact is None:
+        if spec.direction != direction or exact is None or not any(plan.fp8 for plan in rows):
             continue
         count += 1
         faster = low is not None and low.median_ms() < exact.median_ms()

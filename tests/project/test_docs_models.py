@@ -77,3 +77,10 @@ def test_the_newest_row_of_all_files_counts_and_each_gpu_has_its_tables(tmp_path
     assert "### A &#60;b&#62;&#124;GPU\n" in text
     assert tables(text)[1][1][6].startswith("triton:fp8 1.5 ms, 2.00×")
     assert tables(text)[3][1][6].startswith("triton:fp8 2 ms, 1.50×")
+
+
+def test_a_layer_whose_plans_with_fp8_nobody_looked_at_is_not_counted(tmp_path: Path) -> None:
+    summary, _ = page(written(tmp_path, SWEEP[:3]))
+    assert summary[1][1:] == ["0", "not measured", "not measured", "0 of 0", "nowhere"]
+    summary, _ = page(written(tmp_path, SWEEP))
+    assert summary[1][4] == "1 of 1"
