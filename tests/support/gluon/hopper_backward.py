@@ -60,7 +60,8 @@ KERNELS = [
     f"attnbench.backends.triton.{name}"
     for name in (
         *(f"backward.hopper.{kernel}" for kernel in (
-            "fused", "fused_tiles", "pieces", "keys", "queries", "shared", "narrow", "narrow_keys", "narrow_queries",
+            "fused", "fused_sums", "fused_pieces", "fused_tiles", "keys", "queries", "shared", "narrow", "narrow_keys",
+            "narrow_queries",
         )),
         "forward.hopper.softmax",
     )

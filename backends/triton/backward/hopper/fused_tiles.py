@@ -88,13 +88,14 @@ def times(p, factor):
 
 
 @gluon.jit
-def store_whole(out, x, staged, which: gl.constexpr, at, top, length, size, layout: gl.constexpr):
+def store_whole(out, x, staged, which: gl.constexpr, at, top, length, size):
     """As ``shared.store``, from the first column on, through a warpgroup's part of ``staged``.
 
     In registers a thread has pairs of columns; what it takes out of shared memory are 16 bytes that lie together.  FP32
     does not fit there, and is stored out of registers.
     """
     if out.dtype.element_ty == gl.float32:
+        layout: gl.constexpr = x.type.layout
         store(out, x, at, top, length, 0, size, layout)
     else:
         columns: gl.constexpr = x.shape[1]

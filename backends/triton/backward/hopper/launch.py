@@ -201,7 +201,7 @@ def _queries(layout: Layout, ring: Ring, narrow: bool, dtype: torch.dtype) -> tu
 @cache
 def _launches(kind: Literal["all", "pieces", "keys", "queries"], narrow: bool) -> Launches:
     if kind == "pieces":
-        from .pieces import all_gradients_in_pieces_hopper
+        from .fused import all_gradients_in_pieces_hopper
 
         return Launches(all_gradients_in_pieces_hopper)
     if kind == "all":

@@ -1,0 +1,284 @@
+"""What the partitions of the fused Hopper kernel do: a warp loads, and two warpgroups compute (Gluon)."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
+
+from ...tile_rows import ROW as TABLE_ROW
+from ..layout import BLOCK
+from .fused_pieces import (
+    add_dq,
+    add_products,
+    bring,
+    done,
+    done_with,
+    operands,
+    query_products,
+    scores,
+    store_pieces,
+    sums_of_keys,
+    widen_all,
+)
+from .fused_tiles import clear_behind, first_rows, store_whole, times
+from .shared import CONSUMERS, ROWS, block_and_head, span_of_queries, transposed_product, turned, visible_part
+
+__all__ = ["load", "sum_up"]
+
+_ROW = gl.constexpr(TABLE_ROW.value)
+_NEVER = gl.constexpr(1 << 30)  # behind every query
+_SHARED = gl.constexpr(BLOCK.bit_length() - 1)  # so many bits of a query are its place among those with one factor
+
+
+@gluon.jit
+def _sequence(tiles, before, after, aligned: gl.constexpr):
+    """The program's row of the table: (batch entry, first key, where the sequence's queries and keys start, their
+    numbers, the slots of queries and keys, the sequence's own ``before`` and ``after``).
+    """
+    row = tiles + (1 + block_and_head()[0]) * _ROW
+    queries, keys = gl.load(row + 3), gl.load(row + 5)
+    if aligned:
+        before, after = before - (keys - queries), after + (keys - queries)
+    return (
+        gl.load(row), gl.load(row + 1), gl.load(row + 2), gl.load(row + 4), queries, keys, gl.load(row + 6),
+        gl.load(row + 7), before, after,
+    )  # fmt: skip
+
+
+@gluon.jit
+def load(
+    given, tiles, group: gl.constexpr, shares: gl.constexpr, block_m: gl.constexpr, left: gl.constexpr,
+    right: gl.constexpr, rotated: gl.constexpr, aligned: gl.constexpr, keys_in_place: gl.constexpr,
+    with_values: gl.constexpr,
+):  # fmt: skip
+    """Brings K and V of the program's keys, then block after block of the queries that see one of them."""
+    of_keys: gl.constexpr = given.k[0].block_type.nbytes + (given.k[1].block_type.nbytes if len(given.k) > 1 else 0)
+    of_values: gl.constexpr = given.v[0].block_type.nbytes + (given.v[1].block_type.nbytes if len(given.v) > 1 else 0)
+    of_queries: gl.constexpr = given.q[0].block_type.nbytes + (given.q[1].block_type.nbytes if len(given.q) > 1 else 0)
+    of_grads: gl.constexpr = given.do[0].block_type.nbytes + (given.do[1].block_type.nbytes if len(given.do) > 1 else 0)
+    seqlen_q, seqlen_kv, before, after = given.seqlen_q, given.seqlen_kv, given.before, given.after
+    block, share = block_and_head()
+    kv_head = share // shares
+    first_key = block * (CONSUMERS * ROWS)
+    key_row, q_slot = kv_head * given.padded_kv, 0
+    if tiles is not None:
+        batch, first_key, _, k_start, seqlen_q, seqlen_kv, q_slot, k_slot, before, after = _sequence(
+            tiles, before, after, aligned
+        )
+        # A sequence without queries has a slot all the same, whose queries see nothing.
+        seqlen_q = gl.maximum(seqlen_q, 1)
+        key_row += (batch * given.kv_heads * given.padded_kv + k_start) if keys_in_place else k_slot
+    key_row += first_key
+    mbarrier.expect(given.held, CONSUMERS * (of_keys + of_values))
+    for i in gl.static_range(CONSUMERS):
+        bring(given.k, key_row + i * ROWS, given.held, given.keys, i)
+        bring(given.v, key_row + i * ROWS, given.held, given.value_blocks, i)
+    span = span_of_queries(first_key, seqlen_q, seqlen_kv, before, after, block_m, left, right)
+    first, blocks = span[0], span[3]
+    turns = 0
+    for member in range(group):
+        row = (share * group + member) * given.padded_q + q_slot + first
+        for _step in range(blocks):
+            slot, phase = turns & 1, (turns >> 1) & 1 ^ 1
+            # The slot's last block has its dS: nothing reads its e4m3 tiles any more.
+            mbarrier.wait(given.grads_made.index(slot), phase)
+            full = given.narrow.index(slot)
+            mbarrier.expect(full, of_queries + of_grads + 2 * given.rows.block_type.nbytes)
+            bring(given.q, row, full, given.queries, slot)
+            tma.async_copy_global_to_shared(given.rows, [row], full, given.bases.index(slot))
+            bring(given.do, row, full, given.grads, slot)
+            tma.async_copy_global_to_shared(given.rows, [given.plane + row], full, given.deltas.index(slot))
+            mbarrier.wait(given.wide_free.index(slot), phase)
+            full = given.wide.index(slot)
+            mbarrier.expect(full, 2 * (of_queries + (of_grads if with_values else 0)))
+            if with_values:
+                bring(given.do_wide, row, full, given.wide_grads, slot)
+            bring(given.q_wide, row, full, given.wide_queries, slot)
+            row += block_m
+            turns += 1
+    if rotated:  # over the queries, when nothing reads them any more
+        for more in gl.static_range(2):
+            mbarrier.wait(given.wide_free.index((turns + more) & 1), ((turns + more) >> 1) & 1 ^ 1)
+        mbarrier.expect(given.turn_filled, given.turn.block_type.nbytes)
+        tma.async_copy_global_to_shared(given.turn, [0, 0], given.turn_filled, given.turning)
+
+
+@gluon.jit
+def sum_up(
+    which: gl.constexpr, given, tiles, group: gl.constexpr, shares: gl.constexpr, block_m: gl.constexpr,
+    left: gl.constexpr, right: gl.constexpr, ragged: gl.constexpr, rotated: gl.constexpr, aligned: gl.constexpr,
+    keys_in_place: gl.constexpr, dq_in_place: gl.constexpr, with_values: gl.constexpr,
+):  # fmt: skip
+    """dK and dV of 64 keys, and half the columns of what 128 keys add to dQ."""
+    seqlen_q, seqlen_kv, before, after = given.seqlen_q, given.seqlen_kv, given.before, given.after
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_m, 32])
+    block, share = block_and_head()
+    kv_head = share // shares
+    first_key = block * (CONSUMERS * ROWS)
+    q_slot = 0
+    queries, dq_top = seqlen_q, 0
+    if tiles is None:
+        at = share.to(gl.int64) * seqlen_kv
+        batch, own = (kv_head // given.kv_heads).to(gl.int64), kv_head % given.kv_heads
+        k_place = given.k_descale + batch * given.k_batch + own * given.k_head
+    else:
+        stored, stored_q = seqlen_kv, seqlen_q
+        batch, first_key, q_start, k_start, queries, seqlen_kv, q_slot, _, before, after = _sequence(
+            tiles, before, after, aligned
+        )
+        seqlen_q = gl.maximum(queries, 1)
+        if dq_in_place:
+            dq_top = (batch * given.kv_heads + kv_head) * stored_q + q_start
+        at = (batch.to(gl.int64) * given.kv_heads * shares + share) * stored + k_start
+        # Descales of a sequence have the places of its tokens, one behind the other; the last may have none.
+        k_place = (
+            given.k_descale
+            + batch.to(gl.int64) * given.k_batch
+            + kv_head * given.k_head
+            + gl.minimum(k_start, stored - 1)
+        )
+    first, whole, parted, blocks = span_of_queries(first_key, seqlen_q, seqlen_kv, before, after, block_m, left, right)
+    key = first_key + which * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+    since, upto = key - after if right else key * 0, key + before
+    if ragged:  # what lies behind the last key is seen by no query, in any block
+        since = gl.where(key < seqlen_kv, since, _NEVER)
+        whole = gl.where(first_key + CONSUMERS * ROWS > seqlen_kv, _NEVER, whole)
+    k_own = gl.load(k_place)
+    factor = given.exponent * k_own
+
+    dk = sums_of_keys(given.wide_queries)
+    if with_values:
+        dv = sums_of_keys(given.wide_grads)
+    turns, last_row, blocks_of_all = 0, 0, group * blocks
+    if group > 1:
+        of_head = share * group * given.padded_q + q_slot
+        row = of_head + first
+    # Before the first block there is none whose dS to multiply: zeros, with the queries that are there.
+    given.score_grads.index(1).slice(which * ROWS, ROWS, 0).store(gl.zeros([ROWS, block_m], gl.bfloat16, s_layout))
+    mbarrier.wait(given.held, 0)
+    if keys_in_place:
+        own_keys = seqlen_kv - first_key - which * ROWS
+        if own_keys < ROWS:
+            clear_behind(given.keys[0].index(which), own_keys)
+            clear_behind(given.value_blocks[0].index(which), own_keys)
+            fence_async_shared()
+    mbarrier.wait(given.narrow.index(0), 0)
+    s = scores(given.keys, given.queries, 0, which, block_m, s_layout)
+    if not with_values:
+        v = given.value_blocks[0].index(which).load(gl.DotOperandLayout(0, s_layout, 4))
+    widen_all(given.keys, given.wide_keys, which)  # the other warpgroup's keys are there when its first dS is
+    fence_async_shared()
+    s = warpgroup_mma_wait(0, [s])
+    mbarrier.wait(given.wide.index(0), 0)
+    if group == 1:
+        q_own = gl.load(given.row_values + 2 * given.plane + share * given.padded_q + q_slot)
+        own_factor = factor * q_own
+    # One loop for all query heads, and one unit for the dK of all: loops in each other, and a dK that is rescaled where
+    # the next head begins, spill registers.  Of one head alone the same code is up to 5 % slower on an H100.
+    for step in range(blocks_of_all):
+        if group == 1:
+            start = first + step * block_m
+            row = share * given.padded_q + q_slot + start
+        else:
+            turns = step
+        slot, phase = turns & 1, (turns >> 1) & 1
+        other, other_phase = slot ^ 1, ((turns - 1) >> 1) & 1
+        # Early: it comes from memory, though it is the same for the next block or was for the last.
+        grad_factor = gl.load(given.factors + (row >> _SHARED))
+        if group > 1:
+            own_factor = factor * gl.load(given.row_values + 2 * given.plane + row)
+        if with_values:
+            dp = scores(given.value_blocks, given.grads, slot, which, block_m, s_layout)
+        else:
+            dp = transposed_product(v, given.grads[0].index(slot), block_m, s_layout)
+        # dK of the block before: dS out of registers would take twice as many, in halves, from turn to turn.
+        ds = given.score_grads.index(other).slice(which * ROWS, ROWS, 0)
+        dk = add_products((ds, ds), given.wide_queries, gl.where(turns > 0, other, slot), dk)
+        base = given.bases.index(slot).load(gl.SliceLayout(0, s_layout))
+        p = gl.exp2(s * own_factor - base[None, :])
+        if group > 1:
+            start = row - of_head
+        if left or right or ragged:  # noqa: SIM102 (where no block has an edge, there is no branch)
+            if (start < whole) | (start >= parted):
+                p = visible_part(p, start, since, upto, right or ragged, left)
+        mbarrier.wait(given.wide.index(slot), phase)
+        p16 = p.to(gl.bfloat16)
+        if with_values:
+            p_operands = operands(p16, dv)
+        dp, dk = done_with((dp,), dk)
+        mbarrier.arrive(given.wide_free.index(other), count=1, pred=turns > 0)
+        if with_values:
+            dv = add_products(p_operands, given.wide_grads, slot, dv)
+        delta = given.deltas.index(slot).load(gl.SliceLayout(0, s_layout))
+        ds16 = times(p16, dp * grad_factor - delta[None, :])
+        mbarrier.wait(given.grads_free.index(slot), phase ^ 1)
+        given.score_grads.index(slot).slice(which * ROWS, ROWS, 0).store(ds16)
+        fence_async_shared()
+        mbarrier.arrive(given.grads_made.index(slot), count=1)
+        if with_values:
+            dv = done_with(p_operands, dv)[1]
+        # dQ of the block before, which the first turn does not add; any numbers are multiplied then.
+        mbarrier.wait(given.grads_made.index(other), other_phase)
+        dq = query_products(given, other, which, with_values)
+        # After the last block its own scores are computed again, and nothing reads them.
+        if group == 1:
+            next_turns = gl.where(step == blocks - 1, turns, turns + 1)
+        else:
+            next_turns = gl.minimum(turns + 1, blocks_of_all - 1)
+        mbarrier.wait(given.narrow.index(next_turns & 1), (next_turns >> 1) & 1)
+        s = scores(given.keys, given.queries, next_turns & 1, which, block_m, s_layout)
+        dq = done(len(given.keys), dq)  # the scores may be under way
+        mbarrier.arrive(given.grads_free.index(other), count=1, pred=turns > 0)
+        if turns > 0:
+            add_dq(given, dq, other, last_row, which, with_values)
+        s = warpgroup_mma_wait(0, [s])
+        last_row = dq_top + start if dq_in_place else row
+        if group == 1:
+            turns += 1
+        else:
+            row += block_m
+            if row == of_head + first + blocks * block_m:  # the next query head
+                of_head += given.padded_q
+                row = of_head + first
+    if group > 1:
+        turns = blocks_of_all
+    last = (turns - 1) & 1
+    ds = given.score_grads.index(last).slice(which * ROWS, ROWS, 0)
+    dk = add_products((ds, ds), given.wide_queries, last, dk)
+    if len(dk) == 1:
+        dk = done(0, dk)
+        mbarrier.arrive(given.wide_free.index(last), count=1)
+    mbarrier.wait(given.grads_made.index(last), ((turns - 1) >> 1) & 1)
+    dq = query_products(given, last, which, with_values)
+    if len(dk) > 1:
+        dk = done(0, dk)
+        mbarrier.arrive(given.wide_free.index(last), count=1)
+    dq = done(0, dq)
+    if dq_in_place:  # of one query head alone: no block but this one has rows that may be another sequence's
+        own_row: gl.constexpr = which * (block_m // CONSUMERS) if given.wide_keys[0].shape[0] == 1 else 0
+        dq = (first_rows(dq[0], queries - first - (blocks - 1) * block_m - own_row),)
+    add_dq(given, dq, last, last_row, which, with_values)
+
+    top = first_key + which * ROWS
+    if len(dk) > 1:
+        # Where heads share a key head the wide Q bears its descale.
+        unit = (q_own if shares == 1 else 1.0) / k_own if group == 1 else given.exponent / factor
+        store_pieces(given.dk_out, dk, unit, at, top, seqlen_kv, given.size)
+        if with_values:
+            store_pieces(given.dv_out, dv, 1.0, at, top, seqlen_kv, given.size_v)
+        tma.store_wait(0)
+    else:
+        tma.store_wait(0)  # the blocks of dQ that were staged are read, and their memory serves for dV and dK
+        dk, dv = dk[0], dv[0]
+        if tiles is not None:  # keys that no query asks for may hold anything
+            dv = gl.where(queries > 0, dv, 0.0)
+        store_whole(given.dv_out, dv, given.staged[0], which, at, top, seqlen_kv, given.size_v)
+        if rotated:  # meanwhile the matrix comes
+            mbarrier.wait(given.turn_filled, 0)
+            dk_layout: gl.constexpr = dk.type.layout
+            dk = turned(dk, given.turning, dk.shape[1], dk_layout)
+        dk = dk * ((q_own if shares == 1 else 1.0) / k_own if group == 1 else given.exponent / factor)
+        if tiles is not None:
+            dk = gl.where(queries > 0, dk, 0.0)
+        store_whole(given.dk_out, dk, given.staged[0], which, at, top, seqlen_kv, given.size)
