@@ -37,7 +37,7 @@ PLAIN, E4M3_SUMS = (
 ALLOWED = {FUSED: 0.02, PLAIN: 0.01, E4M3_SUMS: 0.1}
 
 
-@pytest.fixture(params=[2, 3])
+@pytest.fixture(params=[2, 3, 6])
 def share(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """So many shares of each group."""
     monkeypatch.setattr(launch, "shares_of", lambda layout, block: request.param)

@@ -95,11 +95,13 @@ def test_any_small_problem_agrees_with_fp64_on_its_operands(spec: AttentionSpec,
 
 @needs_interpreter
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (96, 96)])
-@pytest.mark.parametrize("length", [pytest.param(64, id="dQ in sums"), pytest.param(128, id="dQ in place")])
+@pytest.mark.parametrize(
+    ("length", "shares"), [pytest.param(64, 4, id="dQ in sums"), pytest.param(128, 2, id="dQ in place")]
+)
 def test_shares_of_a_group_and_dq_in_place(
-    length: int, head_dim: int, head_dim_v: int, monkeypatch: pytest.MonkeyPatch
+    length: int, shares: int, head_dim: int, head_dim_v: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "shares_of", lambda layout, block: 2)
+    monkeypatch.setattr(launch, "shares_of", lambda layout, block: shares)
     sizes = {"heads": 4, "kv_heads": 1, "head_dim": head_dim, "head_dim_v": head_dim_v}
     spec, (q, k, v, grad_out) = make(length, 70, mask=Mask(right=20), **sizes)
     check_in_pieces(saved(spec, q, k, v, (HEAD,) * 3), grad_out)
