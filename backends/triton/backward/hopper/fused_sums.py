@@ -105,17 +105,13 @@ def load(
 
 
 @gluon.jit
-def sum_up(
-    which: gl.constexpr, given, tiles, group: gl.constexpr, shares: gl.constexpr, block_m: gl.constexpr,
-    left: gl.constexpr, right: gl.constexpr, ragged: gl.constexpr, rotated: gl.constexpr, aligned: gl.constexpr,
-    keys_in_place: gl.constexpr, dq_in_place: gl.constexpr, with_values: gl.constexpr,
-):  # fmt: skip
-    """dK and dV of 64 keys, and half the columns of what 128 keys add to dQ."""
+def _where(given, tiles, share, shares: gl.constexpr, aligned: gl.constexpr, dq_in_place: gl.constexpr):
+    """Where a program's keys are: (their first, how many queries there are, Sq, Skv, before, after, the slot of its
+    queries, the row of dQ's sums in which it begins if they are in place, that of dK and dV, the place of K's descale).
+    """
     seqlen_q, seqlen_kv, before, after = given.seqlen_q, given.seqlen_kv, given.before, given.after
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_m, 32])
-    block, share = block_and_head()
     kv_head = share // shares
-    first_key = block * (CONSUMERS * ROWS)
+    first_key = block_and_head()[0] * (CONSUMERS * ROWS)
     q_slot = 0
     queries, dq_top = seqlen_q, 0
     if tiles is None:
@@ -138,6 +134,48 @@ def sum_up(
             + kv_head * given.k_head
             + gl.minimum(k_start, stored - 1)
         )
+    return first_key, queries, seqlen_q, seqlen_kv, before, after, q_slot, dq_top, at, k_place
+
+
+@gluon.jit
+def _store(
+    which: gl.constexpr, given, dk, dv, over, under, at, top, seqlen_kv, queries, tiles, rotated: gl.constexpr
+):  # fmt: skip
+    """Writes the gradients of a warpgroup's keys, of which ``top`` is the first; dK times ``over`` / ``under``."""
+    if len(dk) > 1:
+        unit = over / under
+        store_pieces(given.dk_out, dk, unit, at, top, seqlen_kv, given.size)
+        if len(dv) > 0:
+            store_pieces(given.dv_out, dv, 1.0, at, top, seqlen_kv, given.size_v)
+        tma.store_wait(0)
+    else:
+        tma.store_wait(0)  # the blocks of dQ that were staged are read, and their memory serves for dV and dK
+        dk, dv = dk[0], dv[0]
+        if tiles is not None:  # keys that no query asks for may hold anything
+            dv = gl.where(queries > 0, dv, 0.0)
+        store_whole(given.dv_out, dv, given.staged[0], which, at, top, seqlen_kv, given.size_v)
+        if rotated:  # meanwhile the matrix comes
+            mbarrier.wait(given.turn_filled, 0)
+            layout: gl.constexpr = dk.type.layout
+            dk = turned(dk, given.turning, dk.shape[1], layout)
+        dk = dk * (over / under)
+        if tiles is not None:
+            dk = gl.where(queries > 0, dk, 0.0)
+        store_whole(given.dk_out, dk, given.staged[0], which, at, top, seqlen_kv, given.size)
+
+
+@gluon.jit
+def sum_up(
+    which: gl.constexpr, given, tiles, group: gl.constexpr, shares: gl.constexpr, block_m: gl.constexpr,
+    left: gl.constexpr, right: gl.constexpr, ragged: gl.constexpr, rotated: gl.constexpr, aligned: gl.constexpr,
+    keys_in_place: gl.constexpr, dq_in_place: gl.constexpr, with_values: gl.constexpr,
+):  # fmt: skip
+    """dK and dV of 64 keys, and half the columns of what 128 keys add to dQ."""
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_m, 32])
+    share = block_and_head()[1]
+    first_key, queries, seqlen_q, seqlen_kv, before, after, q_slot, dq_top, at, k_place = _where(
+        given, tiles, share, shares, aligned, dq_in_place
+    )
     first, whole, parted, blocks = span_of_queries(first_key, seqlen_q, seqlen_kv, before, after, block_m, left, right)
     key = first_key + which * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     since, upto = key - after if right else key * 0, key + before
@@ -260,25 +298,11 @@ def sum_up(
         dq = (first_rows(dq[0], queries - first - (blocks - 1) * block_m - own_row),)
     add_dq(given, dq, last, last_row, which, with_values)
 
-    top = first_key + which * ROWS
-    if len(dk) > 1:
-        # Where heads share a key head the wide Q bears its descale.
-        unit = (q_own if shares == 1 else 1.0) / k_own if group == 1 else given.exponent / factor
-        store_pieces(given.dk_out, dk, unit, at, top, seqlen_kv, given.size)
-        if with_values:
-            store_pieces(given.dv_out, dv, 1.0, at, top, seqlen_kv, given.size_v)
-        tma.store_wait(0)
+    # Where heads share a key head the wide Q bears its descale.
+    if group == 1:
+        over, under = q_own if shares == 1 else 1.0, k_own
     else:
-        tma.store_wait(0)  # the blocks of dQ that were staged are read, and their memory serves for dV and dK
-        dk, dv = dk[0], dv[0]
-        if tiles is not None:  # keys that no query asks for may hold anything
-            dv = gl.where(queries > 0, dv, 0.0)
-        store_whole(given.dv_out, dv, given.staged[0], which, at, top, seqlen_kv, given.size_v)
-        if rotated:  # meanwhile the matrix comes
-            mbarrier.wait(given.turn_filled, 0)
-            dk_layout: gl.constexpr = dk.type.layout
-            dk = turned(dk, given.turning, dk.shape[1], dk_layout)
-        dk = dk * ((q_own if shares == 1 else 1.0) / k_own if group == 1 else given.exponent / factor)
-        if tiles is not None:
-            dk = gl.where(queries > 0, dk, 0.0)
-        store_whole(given.dk_out, dk, given.staged[0], which, at, top, seqlen_kv, given.size)
+        over, under = given.exponent, factor
+    if not with_values:
+        dv = ()
+    _store(which, given, dk, dv, over, under, at, first_key + which * ROWS, seqlen_kv, queries, tiles, rotated)
