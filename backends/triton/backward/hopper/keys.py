@@ -22,13 +22,13 @@ from .shared import (
     CONSUMERS,
     ROWS,
     advanced,
-    barrier_where,
     block_and_head,
     load_keys,
     load_queries,
     load_turn,
     load_wide,
     operand,
+    ring,
     span_of_queries,
     store,
     transposed_product,
@@ -181,17 +181,7 @@ def key_gradients_hopper(
     turning = wide_queries
     if rotated:
         turning = wide_queries._reinterpret(turn.dtype, [head_dim, head_dim], turn.layout)
-    held = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    turn_filled = barrier_where(rotated, held)
-    narrow = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    wide = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    emptied = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(held, count=1)
-    for i in gl.static_range(stages):
-        mbarrier.init(narrow.index(i), count=1)
-        mbarrier.init(wide.index(i), count=1)
-        mbarrier.init(emptied.index(i), count=CONSUMERS)
-
+    held, narrow, wide, emptied, turn_filled = ring(stages, rotated)
     given = _Given(
         dk_out, dv_out, row_values, k_descale, v_descale, q, do, k, v, q_wide, do_wide, rows, turn,
         keys, values, queries, grads, wide_queries, wide_grads, bases, deltas, turning,

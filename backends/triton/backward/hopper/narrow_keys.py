@@ -21,11 +21,11 @@ from .shared import (
     CONSUMERS,
     ROWS,
     advanced,
-    barrier_where,
     block_and_head,
     load_keys,
     load_queries,
     load_turn,
+    ring,
     span_of_queries,
     transposed_product,
     visible_part,
@@ -213,17 +213,7 @@ def narrow_key_gradients_hopper(
     turning = across_queries
     if rotated:
         turning = across_queries._reinterpret(turn.dtype, [head_dim // PART, PART, head_dim], turn.layout)
-    held = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    turn_filled = barrier_where(rotated, held)
-    upright = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    across = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    emptied = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(held, count=1)
-    for i in gl.static_range(stages):
-        mbarrier.init(upright.index(i), count=1)
-        mbarrier.init(across.index(i), count=1)
-        mbarrier.init(emptied.index(i), count=CONSUMERS)
-
+    held, upright, across, emptied, turn_filled = ring(stages, rotated)
     given = _Given(
         dk_out, dv_out, row_values, descales, k_descale, v_descale, q, do, k, v, q_across, do_across, rows, turn,
         keys, values, queries, grads, across_queries, across_grads, bases, deltas, turning,

@@ -18,8 +18,8 @@ from .shared import (
     CONSUMERS,
     ROWS,
     advanced,
-    barrier_where,
     load_turn,
+    ring,
     span_of_keys,
     top_query_and_head,
     transposed_product,
@@ -185,17 +185,7 @@ def narrow_query_gradients_hopper(
     turning = across_keys
     if rotated:
         turning = across_keys._reinterpret(turn.dtype, [head_dim // PART, PART, head_dim], turn.layout)
-    held = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    turn_filled = barrier_where(rotated, held)
-    upright = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    across = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    emptied = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(held, count=1)
-    for i in gl.static_range(stages):
-        mbarrier.init(upright.index(i), count=1)
-        mbarrier.init(across.index(i), count=1)
-        mbarrier.init(emptied.index(i), count=CONSUMERS)
-
+    held, upright, across, emptied, turn_filled = ring(stages, rotated)
     given = _Given(
         dq_out, row_values, descales, k_descale, v_descale, q, do, k, v, k_across, turn,
         queries, grads, keys, values, across_keys, turning,

@@ -17,9 +17,9 @@ from .shared import (
     CONSUMERS,
     ROWS,
     advanced,
-    barrier_where,
     load_turn,
     operand,
+    ring,
     span_of_keys,
     store,
     top_query_and_head,
@@ -161,17 +161,7 @@ def query_gradients_hopper(
     turning = wide_keys
     if rotated:
         turning = wide_keys._reinterpret(turn.dtype, [head_dim, head_dim], turn.layout)
-    held = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    turn_filled = barrier_where(rotated, held)
-    narrow = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    wide = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    emptied = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(held, count=1)
-    for i in gl.static_range(stages):
-        mbarrier.init(narrow.index(i), count=1)
-        mbarrier.init(wide.index(i), count=1)
-        mbarrier.init(emptied.index(i), count=CONSUMERS)
-
+    held, narrow, wide, emptied, turn_filled = ring(stages, rotated)
     given = _Given(
         dq_out, row_values, k_descale, v_descale, q, do, k, v, k_wide, turn,
         queries, grads, keys, values, wide_keys, turning,

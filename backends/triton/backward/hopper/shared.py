@@ -23,6 +23,7 @@ __all__ = [
     "load_turn",
     "load_wide",
     "operand",
+    "ring",
     "span_of_keys",
     "span_of_queries",
     "store",
@@ -57,6 +58,24 @@ def barrier_where(needed: gl.constexpr, otherwise):
         barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(barrier, count=1)
     return barrier
+
+
+@gluon.jit
+def ring(stages: gl.constexpr, rotated: gl.constexpr):
+    """(held, first, further, emptied, turn_filled): barriers of what a program keeps, of a ring's slots, which are filled
+    in two goes and emptied by both warpgroups, and of a rotation's matrix.
+    """
+    held = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    turn_filled = barrier_where(rotated, held)
+    first = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    further = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    emptied = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(held, count=1)
+    for i in gl.static_range(stages):
+        mbarrier.init(first.index(i), count=1)
+        mbarrier.init(further.index(i), count=1)
+        mbarrier.init(emptied.index(i), count=CONSUMERS)
+    return held, first, further, emptied, turn_filled
 
 
 @gluon.jit
