@@ -61,7 +61,7 @@ KERNELS = [
     for name in (
         *(f"backward.hopper.{kernel}" for kernel in (
             "fused", "fused_sums", "fused_pieces", "fused_tiles", "keys", "queries", "shared", "narrow", "narrow_keys",
-            "narrow_queries",
+            "narrow_queries", "loading",
         )),
         "forward.hopper.softmax",
     )

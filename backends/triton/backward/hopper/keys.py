@@ -18,15 +18,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from .loading import load_for_keys
 from .shared import (
     CONSUMERS,
     ROWS,
     advanced,
     block_and_head,
-    load_keys,
-    load_queries,
-    load_turn,
-    load_wide,
     operand,
     ring,
     span_of_queries,
@@ -42,37 +39,12 @@ __all__ = ["key_gradients_hopper"]
 # numbers.
 _Given = namedtuple(
     "_Given",
-    "dk_out dv_out row_values k_descale v_descale q do k v q_wide do_wide rows turn "
-    "keys value_blocks queries grads wide_queries wide_grads bases deltas turning "
-    "held narrow wide emptied turn_filled "
+    "dk_out dv_out row_values k_descale v_descale q do k v q_further do_further rows turn "
+    "keys value_blocks queries grads further_queries further_grads bases deltas turning "
+    "held filled further emptied turn_filled "
     "k_batch k_head v_batch v_head kv_heads seqlen_q seqlen_kv padded_q padded_kv plane size size_v scale "
     "exponent before after",
 )
-
-
-@gluon.jit
-def _load(
-    given, group: gl.constexpr, block_m: gl.constexpr, stages: gl.constexpr, left: gl.constexpr, right: gl.constexpr,
-    rotated: gl.constexpr,
-):  # fmt: skip
-    """Brings K and V of the program's keys, then block after block of the queries that see one of them."""
-    block, kv_head = block_and_head()
-    first_key = block * (CONSUMERS * ROWS)
-    key_row = kv_head * given.padded_kv + first_key
-    load_keys(given, key_row)
-    span = span_of_queries(first_key, given.seqlen_q, given.seqlen_kv, given.before, given.after, block_m, left, right)
-    first, blocks = span[0], span[3]
-    slot, phase = 0, 1
-    for member in range(group):
-        row = (kv_head * group + member) * given.padded_q + first
-        for _step in range(blocks):
-            mbarrier.wait(given.emptied.index(slot), phase)
-            load_queries(given, row, slot, given.narrow.index(slot))
-            load_wide(given, row, slot)
-            row += block_m
-            slot, phase = advanced(slot, phase, stages)
-    if rotated:
-        load_turn(given, slot, phase, stages)
 
 
 @gluon.jit
@@ -102,7 +74,7 @@ def _sum_up(
     slot, phase = 0, 0
     q_own = 1.0
     mbarrier.wait(given.held, 0)
-    mbarrier.wait(given.narrow.index(0), 0)
+    mbarrier.wait(given.filled.index(0), 0)
     s = warpgroup_mma_wait(0, [transposed_product(k_tile, given.queries.index(0), block_m, s_layout)])
     for member in range(group):
         # dK so far is in units of the last head's descale.
@@ -114,32 +86,32 @@ def _sum_up(
         ds16 = operand(gl.zeros([ROWS, block_m], gl.float32, s_layout), gl.DotOperandLayout(0, dk_layout, 2))
         # A value of its own: Triton takes a name for unchanged by a loop whose body assigns what it came in with.
         previous = slot + 0
-        mbarrier.wait(given.wide.index(slot), phase)
+        mbarrier.wait(given.further.index(slot), phase)
         for step in range(blocks):
             start = first + step * block_m
             dp = transposed_product(v_tile, given.grads.index(slot), block_m, s_layout)
-            dk = warpgroup_mma(ds16, given.wide_queries.index(previous), dk, is_async=True)
+            dk = warpgroup_mma(ds16, given.further_queries.index(previous), dk, is_async=True)
             base = given.bases.index(slot).load(gl.SliceLayout(0, s_layout))
             p = gl.exp2(s * own_factor - base[None, :])
             if left or right:  # noqa: SIM102 (where no block has an edge, there is no branch)
                 if (start < whole) | (start >= parted):
                     p = visible_part(p, start, since, upto, right, left)
-            mbarrier.wait(given.wide.index(slot), phase)
+            mbarrier.wait(given.further.index(slot), phase)
             p16 = operand(p, gl.DotOperandLayout(0, dv_layout, 2))
             dp, dk, ds16 = warpgroup_mma_wait(0, [dp, dk, ds16])
             mbarrier.arrive(given.emptied.index(previous), count=1, pred=step > 0)
-            dv = warpgroup_mma(p16, given.wide_grads.index(slot), dv, is_async=True)
+            dv = warpgroup_mma(p16, given.further_grads.index(slot), dv, is_async=True)
             delta = given.deltas.index(slot).load(gl.SliceLayout(0, s_layout))
             ds16 = operand(p * (dp - delta[None, :]), gl.DotOperandLayout(0, dk_layout, 2))
             # After the last block its own scores are computed again, and nothing reads them.
             over = (step == blocks - 1) & (member == group - 1)
             next_slot, next_phase = advanced(slot, phase, stages)
             next_slot, next_phase = gl.where(over, slot, next_slot), gl.where(over, phase, next_phase)
-            mbarrier.wait(given.narrow.index(next_slot), next_phase)
+            mbarrier.wait(given.filled.index(next_slot), next_phase)
             s = transposed_product(k_tile, given.queries.index(next_slot), block_m, s_layout)
             s, dv = warpgroup_mma_wait(0, [s, dv])
             previous, slot, phase = slot, next_slot, next_phase
-        dk = warpgroup_mma(ds16, given.wide_queries.index(previous), dk, is_async=True)
+        dk = warpgroup_mma(ds16, given.further_queries.index(previous), dk, is_async=True)
         dk = warpgroup_mma_wait(0, [dk])
         mbarrier.arrive(given.emptied.index(previous), count=1)
 
@@ -181,11 +153,11 @@ def key_gradients_hopper(
     turning = wide_queries
     if rotated:
         turning = wide_queries._reinterpret(turn.dtype, [head_dim, head_dim], turn.layout)
-    held, narrow, wide, emptied, turn_filled = ring(stages, rotated)
+    held, filled, further, emptied, turn_filled = ring(stages, rotated)
     given = _Given(
         dk_out, dv_out, row_values, k_descale, v_descale, q, do, k, v, q_wide, do_wide, rows, turn,
         keys, values, queries, grads, wide_queries, wide_grads, bases, deltas, turning,
-        held, narrow, wide, emptied, turn_filled,
+        held, filled, further, emptied, turn_filled,
         k_batch, k_head, v_batch, v_head, kv_heads, seqlen_q, seqlen_kv, padded_q, padded_kv, plane, size, size_v,
         scale, exponent, before, after,
     )  # fmt: skip
@@ -193,7 +165,7 @@ def key_gradients_hopper(
         [
             (_sum_up, (0, given, group, block_m, stages, left, right, rotated)),
             (_sum_up, (1, given, group, block_m, stages, left, right, rotated)),
-            (_load, (given, group, block_m, stages, left, right, rotated)),
+            (load_for_keys, (given, group, block_m, stages, left, right, rotated, False)),
         ],
         [4, 1],
         [registers, 24],

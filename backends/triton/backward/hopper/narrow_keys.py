@@ -14,17 +14,15 @@ from collections import namedtuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
+from .loading import load_for_keys
 from .narrow import PART, added, narrow_operand, part_product, scaled, steps, store_parts, turned_parts, zero_parts
 from .shared import (
     CONSUMERS,
     ROWS,
     advanced,
     block_and_head,
-    load_keys,
-    load_queries,
-    load_turn,
     ring,
     span_of_queries,
     transposed_product,
@@ -37,44 +35,12 @@ __all__ = ["narrow_key_gradients_hopper"]
 # numbers.
 _Given = namedtuple(
     "_Given",
-    "dk_out dv_out row_values descales k_descale v_descale q do k v q_across do_across rows turn "
-    "keys value_blocks queries grads across_queries across_grads bases deltas turning "
-    "held upright across emptied turn_filled "
+    "dk_out dv_out row_values descales k_descale v_descale q do k v q_further do_further rows turn "
+    "keys value_blocks queries grads further_queries further_grads bases deltas turning "
+    "held filled further emptied turn_filled "
     "k_batch k_head v_batch v_head kv_heads seqlen_q seqlen_kv padded_q padded_kv plane size size_v scale "
     "exponent before after",
 )
-
-
-@gluon.jit
-def _load(
-    given, group: gl.constexpr, block_m: gl.constexpr, stages: gl.constexpr, left: gl.constexpr, right: gl.constexpr,
-    rotated: gl.constexpr,
-):  # fmt: skip
-    """Brings K and V of the program's keys, then block after block of the queries that see one of them."""
-    block, kv_head = block_and_head()
-    first_key = block * (CONSUMERS * ROWS)
-    key_row = kv_head * given.padded_kv + first_key
-    load_keys(given, key_row)
-    span = span_of_queries(first_key, given.seqlen_q, given.seqlen_kv, given.before, given.after, block_m, left, right)
-    blocks = span[3]
-    slot, phase = 0, 1
-    for member in range(group):
-        head = kv_head * group + member
-        query = span[0]
-        for _step in range(blocks):
-            row = head * given.padded_q + query
-            mbarrier.wait(given.emptied.index(slot), phase)
-            load_queries(given, row, slot, given.upright.index(slot))
-            full = given.across.index(slot)
-            mbarrier.expect(full, given.q_across.block_type.nbytes + given.do_across.block_type.nbytes)
-            top = head * given.do_across.block_type.shape[0]
-            tma.async_copy_global_to_shared(given.do_across, [top, query], full, given.across_grads.index(slot))
-            top = head * given.q_across.block_type.shape[0]
-            tma.async_copy_global_to_shared(given.q_across, [top, query], full, given.across_queries.index(slot))
-            query += block_m
-            slot, phase = advanced(slot, phase, stages)
-    if rotated:
-        load_turn(given, slot, phase, stages)
 
 
 @gluon.jit
@@ -126,7 +92,7 @@ def _sum_up(
     slot, phase = 0, 0
     q_own = 1.0
     mbarrier.wait(given.held, 0)
-    mbarrier.wait(given.upright.index(0), 0)
+    mbarrier.wait(given.filled.index(0), 0)
     s = warpgroup_mma_wait(0, [transposed_product(k_tile, given.queries.index(0), block_m, s_layout)])
     for member in range(group):
         head = kv_head * group + member
@@ -155,15 +121,15 @@ def _sum_up(
             own_step = steps(ds)
             ds8 = narrow_operand(scaled(ds, own_step), left_layout)
             # Not before: ptxas would start products for which there are no registers yet.
-            mbarrier.wait(given.across.index(slot), phase)
+            mbarrier.wait(given.further.index(slot), phase)
             unit = own_step * share
-            q_tile, do_tile = given.across_queries.index(slot), given.across_grads.index(slot)
+            q_tile, do_tile = given.further_queries.index(slot), given.further_grads.index(slot)
             made, dk, dv = _summed(dk, dv, p8, ds8, do_tile, q_tile, share, unit, parts, parts_v, layout)
             # After the last block its own scores are computed again, and nothing reads them.
             over = (step == blocks - 1) & (member == group - 1)
             next_slot, next_phase = advanced(slot, phase, stages)
             next_slot, next_phase = gl.where(over, slot, next_slot), gl.where(over, phase, next_phase)
-            mbarrier.wait(given.upright.index(next_slot), next_phase)
+            mbarrier.wait(given.filled.index(next_slot), next_phase)
             s = transposed_product(k_tile, given.queries.index(next_slot), block_m, s_layout)
             dk = dk[1:] + (added(dk[0], made, unit),)  # noqa: RUF005
             mbarrier.arrive(given.emptied.index(slot), count=1)
@@ -213,11 +179,11 @@ def narrow_key_gradients_hopper(
     turning = across_queries
     if rotated:
         turning = across_queries._reinterpret(turn.dtype, [head_dim // PART, PART, head_dim], turn.layout)
-    held, upright, across, emptied, turn_filled = ring(stages, rotated)
+    held, filled, further, emptied, turn_filled = ring(stages, rotated)
     given = _Given(
         dk_out, dv_out, row_values, descales, k_descale, v_descale, q, do, k, v, q_across, do_across, rows, turn,
         keys, values, queries, grads, across_queries, across_grads, bases, deltas, turning,
-        held, upright, across, emptied, turn_filled,
+        held, filled, further, emptied, turn_filled,
         k_batch, k_head, v_batch, v_head, kv_heads, seqlen_q, seqlen_kv, padded_q, padded_kv, plane, size, size_v,
         scale, exponent, before, after,
     )  # fmt: skip
@@ -225,7 +191,7 @@ def narrow_key_gradients_hopper(
         [
             (_sum_up, (0, given, group, block_m, stages, left, right, rotated, shared, peak)),
             (_sum_up, (1, given, group, block_m, stages, left, right, rotated, shared, peak)),
-            (_load, (given, group, block_m, stages, left, right, rotated)),
+            (load_for_keys, (given, group, block_m, stages, left, right, rotated, True)),
         ],
         [4, 1],
         [registers, 24],

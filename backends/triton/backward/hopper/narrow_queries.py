@@ -11,14 +11,14 @@ from collections import namedtuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
+from .loading import load_for_queries
 from .narrow import PART, added, narrow_operand, part_product, scaled, steps, store_parts, turned_parts, zero_parts
 from .shared import (
     CONSUMERS,
     ROWS,
     advanced,
-    load_turn,
     ring,
     span_of_keys,
     top_query_and_head,
@@ -32,44 +32,12 @@ __all__ = ["narrow_query_gradients_hopper"]
 # numbers.
 _Given = namedtuple(
     "_Given",
-    "dq_out row_values descales k_descale v_descale q do k v k_across turn "
-    "queries grads keys value_blocks across_keys turning "
-    "held upright across emptied turn_filled "
+    "dq_out row_values descales k_descale v_descale q do k v k_further turn "
+    "queries grads keys value_blocks further_keys turning "
+    "held filled further emptied turn_filled "
     "k_batch k_head v_batch v_head heads group seqlen_q seqlen_kv padded_q padded_kv plane size scale exponent "
     "before after",
 )
-
-
-@gluon.jit
-def _load(
-    given, block_n: gl.constexpr, stages: gl.constexpr, left: gl.constexpr, right: gl.constexpr,
-    rotated: gl.constexpr,
-):  # fmt: skip
-    """Brings Q and dO of the program's queries, then block after block of the keys that one of them sees."""
-    top, head = top_query_and_head()
-    row = head * given.padded_q + top
-    mbarrier.expect(given.held, CONSUMERS * (given.q.block_type.nbytes + given.do.block_type.nbytes))
-    for i in gl.static_range(CONSUMERS):
-        tma.async_copy_global_to_shared(given.q, [row + i * ROWS, 0], given.held, given.queries.index(i))
-        tma.async_copy_global_to_shared(given.do, [row + i * ROWS, 0], given.held, given.grads.index(i))
-    span = span_of_keys(top, given.seqlen_q, given.seqlen_kv, given.before, given.after, block_n, left, right)
-    kv_head, key = head // given.group, span[0]
-    slot, phase = 0, 1
-    for _step in range(span[3]):
-        row = kv_head * given.padded_kv + key
-        mbarrier.wait(given.emptied.index(slot), phase)
-        full = given.upright.index(slot)
-        mbarrier.expect(full, given.k.block_type.nbytes + given.v.block_type.nbytes)
-        tma.async_copy_global_to_shared(given.k, [row, 0], full, given.keys.index(slot))
-        tma.async_copy_global_to_shared(given.v, [row, 0], full, given.value_blocks.index(slot))
-        full = given.across.index(slot)
-        mbarrier.expect(full, given.k_across.block_type.nbytes)
-        place = kv_head * given.k_across.block_type.shape[0]
-        tma.async_copy_global_to_shared(given.k_across, [place, key], full, given.across_keys.index(slot))
-        key += block_n
-        slot, phase = advanced(slot, phase, stages)
-    if rotated:
-        load_turn(given, slot, phase, stages)
 
 
 @gluon.jit
@@ -101,18 +69,18 @@ def _sum_up(
     dq = zero_parts(parts, layout)
     slot, phase = 0, 0
     mbarrier.wait(given.held, 0)
-    mbarrier.wait(given.upright.index(0), 0)
+    mbarrier.wait(given.filled.index(0), 0)
     s = warpgroup_mma_wait(0, [transposed_product(q_tile, given.keys.index(0), block_n, s_layout)])
     # Before the first block there is none whose dS to multiply: zeros, with any keys that are there.
     # It is in fp32 as long as no product takes it: Triton carries single bytes from block to block one by one.
     ds = gl.zeros([ROWS, block_n], gl.float32, s_layout)
     unit = steps(ds)
     previous = 0
-    mbarrier.wait(given.across.index(0), 0)
+    mbarrier.wait(given.further.index(0), 0)
     for step in range(blocks):
         start = first + step * block_n
         # dP comes between the parts of dQ: it is wanted before the last of them.
-        ds8, tile = narrow_operand(ds, left_layout), given.across_keys.index(previous)
+        ds8, tile = narrow_operand(ds, left_layout), given.further_keys.index(previous)
         made = (part_product(ds8, tile, 0, layout),)
         dp = transposed_product(do_tile, given.value_blocks.index(slot), block_n, s_layout)
         for i in gl.static_range(1, parts):
@@ -127,7 +95,7 @@ def _sum_up(
         next_slot, next_phase = advanced(slot, phase, stages)
         next_slot, next_phase = gl.where(over, slot, next_slot), gl.where(over, phase, next_phase)
         dp = warpgroup_mma_wait(parts - 1, [dp])
-        mbarrier.wait(given.upright.index(next_slot), next_phase)
+        mbarrier.wait(given.filled.index(next_slot), next_phase)
         s = transposed_product(q_tile, given.keys.index(next_slot), block_n, s_layout)
         ds = p * (dp - delta[:, None])
         for i in gl.static_range(1, parts):
@@ -136,13 +104,13 @@ def _sum_up(
         mbarrier.arrive(given.emptied.index(previous), count=1, pred=step > 0)
         unit = steps(ds)
         ds = scaled(ds, unit)
-        mbarrier.wait(given.across.index(slot), phase)
+        mbarrier.wait(given.further.index(slot), phase)
         s = warpgroup_mma_wait(0, [s])
         previous, slot, phase = slot, next_slot, next_phase
     sums = ()
     ds8 = narrow_operand(ds, left_layout)
     for i in gl.static_range(parts):
-        made = warpgroup_mma_wait(0, [part_product(ds8, given.across_keys.index(previous), i, layout)])
+        made = warpgroup_mma_wait(0, [part_product(ds8, given.further_keys.index(previous), i, layout)])
         sums = sums + (added(dq[i], made, unit),)  # noqa: RUF005
     dq = sums
     mbarrier.arrive(given.emptied.index(previous), count=1)
@@ -185,11 +153,11 @@ def narrow_query_gradients_hopper(
     turning = across_keys
     if rotated:
         turning = across_keys._reinterpret(turn.dtype, [head_dim // PART, PART, head_dim], turn.layout)
-    held, upright, across, emptied, turn_filled = ring(stages, rotated)
+    held, filled, further, emptied, turn_filled = ring(stages, rotated)
     given = _Given(
         dq_out, row_values, descales, k_descale, v_descale, q, do, k, v, k_across, turn,
         queries, grads, keys, values, across_keys, turning,
-        held, upright, across, emptied, turn_filled,
+        held, filled, further, emptied, turn_filled,
         k_batch, k_head, v_batch, v_head, heads, group, seqlen_q, seqlen_kv, padded_q, padded_kv, plane, size,
         scale, exponent, before, after,
     )  # fmt: skip
@@ -197,7 +165,7 @@ def narrow_query_gradients_hopper(
         [
             (_sum_up, (0, given, block_n, stages, left, right, ragged, rotated, shared, peak)),
             (_sum_up, (1, given, block_n, stages, left, right, ragged, rotated, shared, peak)),
-            (_load, (given, block_n, stages, left, right, rotated)),
+            (load_for_queries, (given, block_n, stages, left, right, rotated, True)),
         ],
         [4, 1],
         [registers, 24],

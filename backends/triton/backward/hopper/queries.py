@@ -11,13 +11,13 @@ from collections import namedtuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from .loading import load_for_queries
 from .shared import (
     CONSUMERS,
     ROWS,
     advanced,
-    load_turn,
     operand,
     ring,
     span_of_keys,
@@ -34,42 +34,12 @@ __all__ = ["query_gradients_hopper"]
 # numbers.
 _Given = namedtuple(
     "_Given",
-    "dq_out row_values k_descale v_descale q do k v k_wide turn "
-    "queries grads keys value_blocks wide_keys turning "
-    "held narrow wide emptied turn_filled "
+    "dq_out row_values k_descale v_descale q do k v k_further turn "
+    "queries grads keys value_blocks further_keys turning "
+    "held filled further emptied turn_filled "
     "k_batch k_head v_batch v_head heads group seqlen_q seqlen_kv padded_q padded_kv plane size scale exponent "
     "before after",
 )
-
-
-@gluon.jit
-def _load(
-    given, block_n: gl.constexpr, stages: gl.constexpr, left: gl.constexpr, right: gl.constexpr,
-    rotated: gl.constexpr,
-):  # fmt: skip
-    """Brings Q and dO of the program's queries, then block after block of the keys that one of them sees."""
-    top, head = top_query_and_head()
-    row = head * given.padded_q + top
-    mbarrier.expect(given.held, CONSUMERS * (given.q.block_type.nbytes + given.do.block_type.nbytes))
-    for i in gl.static_range(CONSUMERS):
-        tma.async_copy_global_to_shared(given.q, [row + i * ROWS, 0], given.held, given.queries.index(i))
-        tma.async_copy_global_to_shared(given.do, [row + i * ROWS, 0], given.held, given.grads.index(i))
-    span = span_of_keys(top, given.seqlen_q, given.seqlen_kv, given.before, given.after, block_n, left, right)
-    row = head // given.group * given.padded_kv + span[0]
-    slot, phase = 0, 1
-    for _step in range(span[3]):
-        mbarrier.wait(given.emptied.index(slot), phase)
-        full = given.narrow.index(slot)
-        mbarrier.expect(full, given.k.block_type.nbytes + given.v.block_type.nbytes)
-        tma.async_copy_global_to_shared(given.k, [row, 0], full, given.keys.index(slot))
-        tma.async_copy_global_to_shared(given.v, [row, 0], full, given.value_blocks.index(slot))
-        full = given.wide.index(slot)
-        mbarrier.expect(full, given.k_wide.block_type.nbytes)
-        tma.async_copy_global_to_shared(given.k_wide, [row, 0], full, given.wide_keys.index(slot))
-        row += block_n
-        slot, phase = advanced(slot, phase, stages)
-    if rotated:
-        load_turn(given, slot, phase, stages)
 
 
 @gluon.jit
@@ -98,16 +68,16 @@ def _sum_up(
     dq = gl.zeros([ROWS, head_dim], gl.float32, dq_layout)
     slot, phase = 0, 0
     mbarrier.wait(given.held, 0)
-    mbarrier.wait(given.narrow.index(0), 0)
+    mbarrier.wait(given.filled.index(0), 0)
     s = warpgroup_mma_wait(0, [transposed_product(q_tile, given.keys.index(0), block_n, s_layout)])
     # Before the first block there is none whose dS to multiply: zeros, with any keys that are there.
     ds16 = operand(gl.zeros([ROWS, block_n], gl.float32, s_layout), gl.DotOperandLayout(0, dq_layout, 2))
     previous = 0
-    mbarrier.wait(given.wide.index(0), 0)
+    mbarrier.wait(given.further.index(0), 0)
     for step in range(blocks):
         start = first + step * block_n
         dp = transposed_product(do_tile, given.value_blocks.index(slot), block_n, s_layout)
-        dq = warpgroup_mma(ds16, given.wide_keys.index(previous), dq, is_async=True)
+        dq = warpgroup_mma(ds16, given.further_keys.index(previous), dq, is_async=True)
         p = gl.exp2(s * factor - base[:, None])
         if left or right or ragged:  # noqa: SIM102 (where no block has an edge, there is no branch)
             if (start < whole) | (start >= parted):
@@ -116,15 +86,15 @@ def _sum_up(
         over = step == blocks - 1
         next_slot, next_phase = advanced(slot, phase, stages)
         next_slot, next_phase = gl.where(over, slot, next_slot), gl.where(over, phase, next_phase)
-        mbarrier.wait(given.narrow.index(next_slot), next_phase)
+        mbarrier.wait(given.filled.index(next_slot), next_phase)
         s = transposed_product(q_tile, given.keys.index(next_slot), block_n, s_layout)
         dp, dq = warpgroup_mma_wait(1, [dp, dq])
         mbarrier.arrive(given.emptied.index(previous), count=1, pred=step > 0)
         ds16 = operand(p * (dp - delta[:, None]), gl.DotOperandLayout(0, dq_layout, 2))
-        mbarrier.wait(given.wide.index(slot), phase)
+        mbarrier.wait(given.further.index(slot), phase)
         s = warpgroup_mma_wait(0, [s])
         previous, slot, phase = slot, next_slot, next_phase
-    dq = warpgroup_mma(ds16, given.wide_keys.index(previous), dq, is_async=True)
+    dq = warpgroup_mma(ds16, given.further_keys.index(previous), dq, is_async=True)
     dq = warpgroup_mma_wait(0, [dq])
     mbarrier.arrive(given.emptied.index(previous), count=1)
 
@@ -161,11 +131,11 @@ def query_gradients_hopper(
     turning = wide_keys
     if rotated:
         turning = wide_keys._reinterpret(turn.dtype, [head_dim, head_dim], turn.layout)
-    held, narrow, wide, emptied, turn_filled = ring(stages, rotated)
+    held, filled, further, emptied, turn_filled = ring(stages, rotated)
     given = _Given(
         dq_out, row_values, k_descale, v_descale, q, do, k, v, k_wide, turn,
         queries, grads, keys, values, wide_keys, turning,
-        held, narrow, wide, emptied, turn_filled,
+        held, filled, further, emptied, turn_filled,
         k_batch, k_head, v_batch, v_head, heads, group, seqlen_q, seqlen_kv, padded_q, padded_kv, plane, size,
         scale, exponent, before, after,
     )  # fmt: skip
@@ -173,7 +143,7 @@ def query_gradients_hopper(
         [
             (_sum_up, (0, given, block_n, stages, left, right, ragged, rotated)),
             (_sum_up, (1, given, block_n, stages, left, right, ragged, rotated)),
-            (_load, (given, block_n, stages, left, right, rotated)),
+            (load_for_queries, (given, block_n, stages, left, right, rotated, False)),
         ],
         [4, 1],
         [registers, 24],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from ..place import AT_ONCE
 
@@ -18,10 +18,6 @@ __all__ = [
     "advanced",
     "barrier_where",
     "block_and_head",
-    "load_keys",
-    "load_queries",
-    "load_turn",
-    "load_wide",
     "operand",
     "ring",
     "span_of_keys",
@@ -62,69 +58,20 @@ def barrier_where(needed: gl.constexpr, otherwise):
 
 @gluon.jit
 def ring(stages: gl.constexpr, rotated: gl.constexpr):
-    """(held, first, further, emptied, turn_filled): barriers of what a program keeps, of a ring's slots, which are filled
-    in two goes and emptied by both warpgroups, and of a rotation's matrix.
+    """(held, filled, further, emptied, turn_filled): barriers of what a program keeps, of a ring's slots, filled twice
+    and emptied by both warpgroups, and of a rotation's matrix.
     """
     held = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     turn_filled = barrier_where(rotated, held)
-    first = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    filled = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     further = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     emptied = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     mbarrier.init(held, count=1)
     for i in gl.static_range(stages):
-        mbarrier.init(first.index(i), count=1)
+        mbarrier.init(filled.index(i), count=1)
         mbarrier.init(further.index(i), count=1)
         mbarrier.init(emptied.index(i), count=CONSUMERS)
-    return held, first, further, emptied, turn_filled
-
-
-@gluon.jit
-def load_keys(given, row):
-    """Starts to bring the keys and values that a program keeps, from ``row`` of their matrices on."""
-    mbarrier.expect(given.held, CONSUMERS * (given.k.block_type.nbytes + given.v.block_type.nbytes))
-    for i in gl.static_range(CONSUMERS):
-        tma.async_copy_global_to_shared(given.k, [row + i * ROWS, 0], given.held, given.keys.index(i))
-        tma.async_copy_global_to_shared(given.v, [row + i * ROWS, 0], given.held, given.value_blocks.index(i))
-
-
-@gluon.jit
-def load_queries(given, row, slot, full):
-    """Starts to bring a block of Q and dO in e4m3, and the two numbers that each query has."""
-    mbarrier.expect(full, given.q.block_type.nbytes + given.do.block_type.nbytes + 2 * given.rows.block_type.nbytes)
-    tma.async_copy_global_to_shared(given.q, [row, 0], full, given.queries.index(slot))
-    tma.async_copy_global_to_shared(given.rows, [row], full, given.bases.index(slot))
-    tma.async_copy_global_to_shared(given.do, [row, 0], full, given.grads.index(slot))
-    tma.async_copy_global_to_shared(given.rows, [given.plane + row], full, given.deltas.index(slot))
-
-
-@gluon.jit
-def load_wide(given, row, slot):
-    """Starts to bring the same block of dO and Q in bf16."""
-    full = given.wide.index(slot)
-    mbarrier.expect(full, given.q_wide.block_type.nbytes + given.do_wide.block_type.nbytes)
-    tma.async_copy_global_to_shared(given.do_wide, [row, 0], full, given.wide_grads.index(slot))
-    tma.async_copy_global_to_shared(given.q_wide, [row, 0], full, given.wide_queries.index(slot))
-
-
-@gluon.jit
-def load_turn(given, slot, phase, stages: gl.constexpr):
-    """Starts to bring a rotation's matrix, whole or by parts, over the ring's blocks when nothing reads them any more.
-
-    ``slot`` and ``phase`` are those of the block that would be next.
-    """
-    for _stage in gl.static_range(stages):
-        mbarrier.wait(given.emptied.index(slot), phase)
-        slot, phase = advanced(slot, phase, stages)
-    if len(given.turning.shape) == 2:
-        mbarrier.expect(given.turn_filled, given.turn.block_type.nbytes)
-        tma.async_copy_global_to_shared(given.turn, [0, 0], given.turn_filled, given.turning)
-    else:
-        parts: gl.constexpr = given.turning.shape[0]
-        mbarrier.expect(given.turn_filled, parts * given.turn.block_type.nbytes)
-        for i in gl.static_range(parts):
-            tma.async_copy_global_to_shared(
-                given.turn, [i * given.turn.block_type.shape[0], 0], given.turn_filled, given.turning.index(i)
-            )
+    return held, filled, further, emptied, turn_filled
 
 
 @gluon.jit
