@@ -36,9 +36,9 @@ from .order import (
     span_of_keys,
     tile_at,
 )
-from .products import add_products, rows_at, start_scores, store
-from .scales import at_least, cast_rows, number, set_number, unit_of
-from .softmax import HEADROOM, MINUS_INFINITY, ROWS, masked, soft_capped, spread, totals, weights
+from .products import add_products, rows_at, start_scores, store_tile
+from .scales import LOG2_E, at_least, cast_rows, factors_of_heads, number, set_number, unit_of
+from .softmax import MINUS_INFINITY, ROWS, block_weights, soft_capped, totals
 
 __all__ = ["CONSUMERS", "triton_fp8_attention_forward_hopper"]
 
@@ -46,8 +46,6 @@ CONSUMERS = gl.constexpr(2)  # warpgroups that compute
 _APART = gl.constexpr(128)  # head dimension up to which Q in 16 bits and in e4m3 both fit into shared memory
 _COPIES = gl.constexpr(2)  # of a program's queries: this tile's and the next one's
 _OUTSIDE = gl.constexpr(1 << 30)  # behind every key
-_LOG2_E = gl.constexpr(1.4426950408889634)
-_LN_2 = gl.constexpr(0.6931471805599453)
 
 # What partitions are given: tensors and descriptors, shared memory (a Triton tuple has `values` of its own), barriers,
 # numbers.  Of a block of keys: K's descale, the unit of the sums, and what makes those before it sums in that unit.
@@ -173,24 +171,14 @@ def _attend(
             scores = warpgroup_mma_wait(0, [coming])
     while more:
         here = read_tile(given.board, tile_slot)
-        batch = here.batch.to(gl.int64)
         lowest, highest = bounds(given.low, given.high, here.queries, here.keys, aligned)
         first, whole, parted, blocks = span_of_keys(
             here.top, here.queries, here.keys, lowest, highest, block_m, block_n, left, right
         )
-        kv_head = here.head // given.group
         if not casting:
-            q_factor = given.q_factors + batch * given.q_batch + here.head * given.q_head
-            k_factor = given.k_factors + batch * given.k_batch + kv_head * given.k_head
-            v_factor = given.v_factors + batch * given.v_batch + kv_head * given.v_head
-            if tiles is not None:  # which have each token's place, one behind the other; a sequence may have no keys
-                q_factor, k_factor, v_factor = q_factor + here.q_start, k_factor + here.k_start, v_factor + here.k_start
-            some = tiles is None or here.keys > 0
-            factor = gl.load(q_factor, mask=some, other=1.0) * (given.scale * _LOG2_E)
-            factor = at_least(factor * gl.load(k_factor, mask=some, other=1.0))
+            factor, unit = factors_of_heads(given, here, tiles)
             if softcapped:  # what the scores are multiplied by before the tanh, and behind it
-                inner, factor = factor / (given.softcap * _LOG2_E), given.softcap * _LOG2_E
-            unit = gl.load(v_factor, mask=some, other=1.0)
+                inner, factor = factor / (given.softcap * LOG2_E), given.softcap * LOG2_E
         query = here.top + row
         since = query + lowest
         upto = gl.minimum(query + highest if right else query + here.keys, here.keys - 1)
@@ -215,7 +203,7 @@ def _attend(
                             given.keys.dtype, [ROWS, given.keys.shape[2]], given.keys.layout
                         )
                     tile = tile + (part_of_tile,)  # noqa: RUF005
-                own = cast_rows(wide, tile, s_layout) * (given.scale * _LOG2_E)
+                own = cast_rows(wide, tile, s_layout) * (given.scale * LOG2_E)
                 if tiles is not None:
                     own = gl.where(query * 0 + here.keys > 0, own, 1.0)
                 if apart:  # the next tile's may come
@@ -233,9 +221,9 @@ def _attend(
             next_slot, next_phase = after(slot, phase, stages)
             if softcapped:
                 scores = soft_capped(scores, inner)
-            if (start < whole) | (start >= parted):
-                scores = masked(scores, start, since, upto, left)
-            p, decay, peak, total = weights(scores, factor, peak, total, p_layout, casting)
+            p, decay, peak, total = block_weights(
+                scores, start, whole, parted, since, upto, factor, peak, total, p_layout, left, casting
+            )
             if casting:
                 decay *= less
             turn_phase = _await_turn(given.turn, turn_phase, which, turns)
@@ -257,9 +245,9 @@ def _attend(
         start = first + (blocks - 1) * block_n
         if softcapped:
             scores = soft_capped(scores, inner)
-        if (start < whole) | (start >= parted):
-            scores = masked(scores, start, since, upto, left)
-        p, decay, peak, total = weights(scores, factor, peak, total, p_layout, casting)
+        p, decay, peak, total = block_weights(
+            scores, start, whole, parted, since, upto, factor, peak, total, p_layout, left, casting
+        )
         if casting:
             decay *= less
         turn_phase = _await_turn(given.turn, turn_phase, which, turns)
@@ -284,16 +272,7 @@ def _attend(
         # Read again, because registers are few.
         here = read_tile(given.board, its_tile)
         mbarrier.arrive(given.board.read.index(its_tile), count=1)
-        query = here.top + row
-        total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, s_layout))
-        empty = total < 1.0  # a row's greatest P is 2^8
-        share = unit / gl.where(empty, 1.0, total)
-        logarithm = (peak - HEADROOM + gl.log2(gl.where(empty, 1.0, total))) * _LN_2
-        at = (here.batch * given.heads + here.head).to(gl.int64) * given.seqlen_q + here.q_start
-        gl.store(given.lse + at + query, gl.where(empty, MINUS_INFINITY, logarithm), mask=query < here.queries)
-        for i in gl.static_range(parts):
-            o = (sums[i] * spread(share, sums[i])).to(given.out.dtype.element_ty)
-            store(given.out, o, at, here.top + which * ROWS, i * part, here.queries, given.head_dim_v, full_width)
+        store_tile(given, here, row, which, sums, total, peak, unit, s_layout, part, parts, full_width)
         if ahead:
             scores = warpgroup_mma_wait(0, [coming])
         else:

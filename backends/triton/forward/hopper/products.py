@@ -8,9 +8,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from .softmax import ROWS, spread
+from .softmax import HEADROOM, MINUS_INFINITY, ROWS, spread
 
-__all__ = ["add_products", "rows_at", "start_scores", "store"]
+__all__ = ["add_products", "rows_at", "start_scores", "store_tile"]
+
+_LN_2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
@@ -70,7 +72,7 @@ def add_products(
 
 
 @gluon.jit
-def store(out, o, at, top, column, seqlen_q, head_dim_v, full_width: gl.constexpr):
+def _store(out, o, at, top, column, seqlen_q, head_dim_v, full_width: gl.constexpr):
     """o as the rows of a head from ``top`` on and the columns from ``column`` on."""
     across: gl.constexpr = min(o.shape[1] // 8, 16)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
@@ -81,3 +83,21 @@ def store(out, o, at, top, column, seqlen_q, head_dim_v, full_width: gl.constexp
     if not full_width:
         inside = inside & (column < head_dim_v)[None, :]
     gl.store(out + at * head_dim_v + row[:, None] * head_dim_v + column[None, :], o, mask=inside)
+
+
+@gluon.jit
+def store_tile(
+    given, here, row, which: gl.constexpr, sums, total, peak, unit, layout: gl.constexpr, part: gl.constexpr,
+    parts: gl.constexpr, full_width: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup's rows of O and their log-sum-exp; ``layout`` is that of the scores."""
+    query = here.top + row
+    total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, layout))
+    empty = total < 1.0  # a row's greatest P is 2^8
+    share = unit / gl.where(empty, 1.0, total)
+    logarithm = (peak - HEADROOM + gl.log2(gl.where(empty, 1.0, total))) * _LN_2
+    at = (here.batch * given.heads + here.head).to(gl.int64) * given.seqlen_q + here.q_start
+    gl.store(given.lse + at + query, gl.where(empty, MINUS_INFINITY, logarithm), mask=query < here.queries)
+    for i in gl.static_range(parts):
+        o = (sums[i] * spread(share, sums[i])).to(given.out.dtype.element_ty)
+        _store(given.out, o, at, here.top + which * ROWS, i * part, here.queries, given.head_dim_v, full_width)

@@ -14,8 +14,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from .softmax import ROWS, to_e4m3
 
-__all__ = ["at_least", "cast_rows", "number", "set_number", "unit_of"]
+__all__ = ["LOG2_E", "at_least", "cast_rows", "factors_of_heads", "number", "set_number", "unit_of"]
 
+LOG2_E = gl.constexpr(1.4426950408889634)
 _INFINITY = gl.constexpr(0x7F800000)  # its bits, and no number's are greater
 _TINY = gl.constexpr(2.0**-126)  # below it a reciprocal is infinite
 _NEXT_TO_NOTHING = gl.constexpr(2.0**-80)
@@ -52,6 +53,21 @@ def cast_rows(wide, narrow, layout: gl.constexpr):
         narrow[chunk].store(to_e4m3(_divided(parts[chunk], descale[:, None], inverse)))
     fence_async_shared()
     return gl.convert_layout(descale, gl.SliceLayout(1, layout))
+
+
+@gluon.jit
+def factors_of_heads(given, here, tiles):
+    """What turns a tile's scores into exponents of 2, and V's descale, where each head has one of Q, K and V."""
+    batch, kv_head = here.batch.to(gl.int64), here.head // given.group
+    q_factor = given.q_factors + batch * given.q_batch + here.head * given.q_head
+    k_factor = given.k_factors + batch * given.k_batch + kv_head * given.k_head
+    v_factor = given.v_factors + batch * given.v_batch + kv_head * given.v_head
+    if tiles is not None:  # which have each token's place, one behind the other; a sequence may have no keys
+        q_factor, k_factor, v_factor = q_factor + here.q_start, k_factor + here.k_start, v_factor + here.k_start
+    some = tiles is None or here.keys > 0
+    factor = gl.load(q_factor, mask=some, other=1.0) * (given.scale * LOG2_E)
+    factor = at_least(factor * gl.load(k_factor, mask=some, other=1.0))
+    return factor, gl.load(v_factor, mask=some, other=1.0)
 
 
 @gluon.jit

@@ -10,7 +10,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["HEADROOM", "MINUS_INFINITY", "ROWS", "masked", "soft_capped", "spread", "to_e4m3", "totals", "weights"]
+__all__ = ["HEADROOM", "MINUS_INFINITY", "ROWS", "block_weights", "soft_capped", "spread", "to_e4m3", "totals"]
 
 ROWS = gl.constexpr(64)  # queries of a warpgroup: the height of its matrix instruction
 HEADROOM = gl.constexpr(8.0)  # log2 of P's largest value, as in forward_kernel
@@ -18,7 +18,7 @@ MINUS_INFINITY = gl.constexpr(float("-inf"))
 
 
 @gluon.jit
-def masked(scores, start, since, upto, left: gl.constexpr):
+def _masked(scores, start, since, upto, left: gl.constexpr):
     """Minus infinity where a query does not see a key.
 
     Of a row's keys a thread has 8 i + 2 t and 8 i + 2 t + 1, t being its place among four: with t taken from the
@@ -92,7 +92,7 @@ def soft_capped(scores, factor):
 
 
 @gluon.jit
-def weights(scores, factor, peak, total, layout: gl.constexpr, by_row: gl.constexpr):
+def _weights(scores, factor, peak, total, layout: gl.constexpr, by_row: gl.constexpr):
     """P as the product's left operand, how far what was summed before decays, the new peak and total.
 
     ``factor``: of all scores, or ``by_row`` each row's.
@@ -106,3 +106,14 @@ def weights(scores, factor, peak, total, layout: gl.constexpr, by_row: gl.conste
     keys: gl.constexpr = p.shape[1]
     p = p.reshape(ROWS, keys // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(ROWS, keys)
     return to_e4m3(gl.convert_layout(p, layout, assert_trivial=True)), decay, peak_here, total
+
+
+@gluon.jit
+def block_weights(
+    scores, start, whole, parted, since, upto, factor, peak, total, layout: gl.constexpr, left: gl.constexpr,
+    by_row: gl.constexpr,
+):  # fmt: skip
+    """The same of the keys from ``start`` on, after the mask, which blocks from ``whole`` to ``parted`` do not need."""
+    if (start < whole) | (start >= parted):
+        scores = _masked(scores, start, since, upto, left)
+    return _weights(scores, factor, peak, total, layout, by_row)
