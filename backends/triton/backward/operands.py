@@ -129,7 +129,8 @@ class Prepared(NamedTuple):
 
     ``k_scale`` and ``v_scale`` are the descales in fp32; ``turn`` is the matrix that undoes a rotation.  ``sums``:
     zeros in bf16 for the fused kernel, dQ itself or (B, H, padded Sq, padded D); that kernel reads ``gradient`` in its
-    own units and no ``k.wide``.  ``lengths`` are None where all sequences have the spec's.
+    own units, no ``k.wide``, and a ``q.wide`` that bears Q's descale where heads share a key head.  ``lengths`` are
+    None where all sequences have the spec's.
     """
 
     layout: Layout

@@ -14,7 +14,7 @@ import torch
 from dense import gradient_sizes
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from packed import Answer, Documents, answers, documents
+from packed import Answer, Documents, answers, documents, starts
 
 from attnbench import Mask
 from attnbench.backends.triton import TritonForward, TritonOnePass, TritonWideScores
@@ -32,8 +32,10 @@ from hopper_backward import on_cpu
 from hopper_forward import forward_on_cpu
 
 from attnbench.backends.triton import tile_map as maps
+from attnbench.backends.triton.backward.copies import TOKENS, Source, copies_of, lay_out
 from attnbench.backends.triton.backward.tiles import Ring, Tiles
 from attnbench.backends.triton.backward.tiles import Tile as BackwardTile
+from attnbench.backends.triton.blocks import Block, Piece, tensor_of
 from attnbench.backends.triton.forward.tiles import Tile
 from attnbench.problem.lengths import Lengths
 
@@ -227,6 +229,24 @@ def test_queries_without_keys_give_zeros_for_any_values_in_their_slot(head_dim_v
     out, lse = batch.split(forward.run(operands)[:2])[1]
     assert torch.equal(out, torch.zeros_like(out))
     assert bool((lse == -torch.inf).all())
+
+
+def test_no_scale_is_read_behind_those_of_the_last_tokens() -> None:
+    """Where a last sequence without queries begins, nothing is the batch's any more."""
+    q = torch.ones(1, 2, 70, 64).to(torch.float8_e4m3fn)
+    scales = torch.tensor([3.0] * 140 + [torch.nan])
+    tiled = maps.Tiled("q", TOKENS, (128, 128), (70, 70), whole=True)
+    source = Source(q.shape, q.stride(), q.dtype, True, 64, wide=True, sequences=(2, tiled), scaled=(140, 70, 1))
+    copies = copies_of([source])
+    block = Block(copies.wanted)
+    memory = block.memory(q.device)
+    places = [None if part is None else Piece(memory, part) for part in block.parts]
+    table = maps.tile_map(Lengths("packed", starts((70, 0)), starts((70, 0)), 70, 70), 1, tiled, q.device)
+    (laid,) = lay_out(copies, [q], places, [None], [table], [scales[:-1].view(1, 2, 70, 1)], q.device)
+    assert isinstance(laid.wide, Piece)
+    wide = tensor_of(laid.wide)
+    assert torch.equal(wide[:, :, :70], torch.full((1, 2, 70, 64), 3.0, dtype=torch.bfloat16))
+    assert not wide[:, :, 70:256].count_nonzero()
 
 
 @pytest.mark.usefixtures("hopper")

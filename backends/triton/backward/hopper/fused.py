@@ -14,7 +14,7 @@ dS is there: so neither warpgroup waits for the other, and they may be half a bl
 the other with its products.
 
 A second kernel takes heads of 96 as 64 and 32 columns (``with_values``), and the 192 and 128 of MLA, whose Q and K are
-128 and 64.  There dV has a kernel of its own: its sums would not fit the registers beside those of dK, nor dO in bf16
+128 and 64.  For MLA dV has a kernel of its own: its sums would not fit the registers beside those of dK, nor dO in bf16
 shared memory.  A warpgroup then keeps its values in registers, which they reach by way of the memory where dQ is staged
 later.  Of dQ a warpgroup makes one of the pieces of 64 and 32, for which the matrix instruction is fastest, or half the
 columns of each.
@@ -89,6 +89,30 @@ def _barriers(rotated: gl.constexpr):
     return held, narrow, wide, wide_free, grads_made, grads_free, turn_filled
 
 
+@gluon.jit
+def _start(
+    given, tiles, group: gl.constexpr, shares: gl.constexpr, block_m: gl.constexpr, left: gl.constexpr,
+    right: gl.constexpr, ragged: gl.constexpr, rotated: gl.constexpr, aligned: gl.constexpr,
+    keys_in_place: gl.constexpr, dq_in_place: gl.constexpr, with_values: gl.constexpr, registers: gl.constexpr,
+):  # fmt: skip
+    """Runs the partitions: two warpgroups that compute, and the warp that loads."""
+    gl.warp_specialize(
+        [
+            (sum_up, (
+                0, given, tiles, group, shares, block_m, left, right, ragged, rotated, aligned, keys_in_place,
+                dq_in_place, with_values,
+            )),
+            (sum_up, (
+                1, given, tiles, group, shares, block_m, left, right, ragged, rotated, aligned, keys_in_place,
+                dq_in_place, with_values,
+            )),
+            (load, (given, tiles, group, shares, block_m, left, right, rotated, aligned, keys_in_place, with_values)),
+        ],
+        [4, 1],
+        [registers, 24],
+    )  # fmt: skip
+
+
 @gluon.jit(
     do_not_specialize=[
         "k_batch", "k_head", "kv_heads", "seqlen_q", "seqlen_kv", "padded_q", "padded_kv", "plane", "before", "after",
@@ -142,20 +166,9 @@ def all_gradients_hopper(
         k_batch, k_head, kv_heads, seqlen_q, seqlen_kv, padded_q, padded_kv, plane, size, size_v, exponent,
         before, after,
     )  # fmt: skip
-    gl.warp_specialize(
-        [
-            (sum_up, (
-                0, given, tiles, group, shares, block_m, left, right, ragged, rotated, aligned, keys_in_place,
-                dq_in_place, True,
-            )),
-            (sum_up, (
-                1, given, tiles, group, shares, block_m, left, right, ragged, rotated, aligned, keys_in_place,
-                dq_in_place, True,
-            )),
-            (load, (given, tiles, group, shares, block_m, left, right, rotated, aligned, keys_in_place, True)),
-        ],
-        [4, 1],
-        [registers, 24],
+    _start(
+        given, tiles, group, shares, block_m, left, right, ragged, rotated, aligned, keys_in_place, dq_in_place, True,
+        registers,
     )  # fmt: skip
 
 
@@ -207,16 +220,4 @@ def all_gradients_in_pieces_hopper(
         k_batch, k_head, kv_heads, seqlen_q, seqlen_kv, padded_q, padded_kv, plane, size, size_v, exponent,
         before, after,
     )  # fmt: skip
-    gl.warp_specialize(
-        [
-            (sum_up, (
-                0, given, None, group, shares, block_m, left, right, ragged, False, False, False, False, with_values,
-            )),
-            (sum_up, (
-                1, given, None, group, shares, block_m, left, right, ragged, False, False, False, False, with_values,
-            )),
-            (load, (given, None, group, shares, block_m, left, right, False, False, False, with_values)),
-        ],
-        [4, 1],
-        [registers, 24],
-    )  # fmt: skip
+    _start(given, None, group, shares, block_m, left, right, ragged, False, False, False, False, with_values, registers)

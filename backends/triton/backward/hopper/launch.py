@@ -200,14 +200,10 @@ def _queries(layout: Layout, ring: Ring, narrow: bool, dtype: torch.dtype) -> tu
 
 @cache
 def _launches(kind: Literal["all", "pieces", "keys", "queries"], narrow: bool) -> Launches:
-    if kind == "pieces":
-        from .fused import all_gradients_in_pieces_hopper
+    if kind in ("all", "pieces"):
+        from .fused import all_gradients_hopper, all_gradients_in_pieces_hopper
 
-        return Launches(all_gradients_in_pieces_hopper)
-    if kind == "all":
-        from .fused import all_gradients_hopper
-
-        return Launches(all_gradients_hopper)
+        return Launches(all_gradients_hopper if kind == "all" else all_gradients_in_pieces_hopper)
     if narrow:
         from .narrow_keys import narrow_key_gradients_hopper as keys
         from .narrow_queries import narrow_query_gradients_hopper as queries

@@ -1,4 +1,5 @@
-"""Scales that the forward's Hopper kernel finds or follows itself: Q's by row, K's and V's by block of keys (Gluon).
+"""Scales of the forward's Hopper kernel: one for a head, or those that it finds or follows itself, Q's by row, K's and
+V's by block of keys (Gluon).
 
 Q comes in 16 bits and is cast from shared memory into shared memory, a row's largest magnitude becoming e4m3's: what
 would be a pass over memory is a beginning of each tile.  K and V have a scale for each block of keys that the kernel

@@ -113,7 +113,7 @@ def block_weights(
     scores, start, whole, parted, since, upto, factor, peak, total, layout: gl.constexpr, left: gl.constexpr,
     by_row: gl.constexpr,
 ):  # fmt: skip
-    """The same of the keys from ``start`` on, after the mask, which blocks from ``whole`` to ``parted`` do not need."""
+    """``_weights`` of the keys from ``start`` on, masked unless it lies between ``whole`` and ``parted``."""
     if (start < whole) | (start >= parted):
         scores = _masked(scores, start, since, upto, left)
     return _weights(scores, factor, peak, total, layout, by_row)
