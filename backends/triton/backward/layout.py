@@ -40,9 +40,9 @@ class Gradient(NamedTuple):
     descale.  P is scaled up by dO's descale for wide sums over tokens, because ``wide`` is smaller by it, and by PEAK
     for e4m3 sums.
 
-    For the fused kernel ``wide`` is dO itself, copied only if it is not bf16 or readable, and P is not scaled.  Its
-    ``descale`` is the factor of dO·v, already applied to delta, so that dQ is dS · K of the e4m3 numbers: it includes
-    V's and K's descales and the score's scale.
+    For the fused kernel ``descale`` is the factor of dO·v, already applied to delta, so that dQ is dS · K of the e4m3
+    numbers: it includes V's and K's descales and the score's scale, and dO's unless P is scaled up by that
+    (``Layout.scaled_up``).  If it is not, ``wide`` is dO itself, copied only if it is not bf16 or readable.
     """
 
     laid: Laid
@@ -96,6 +96,7 @@ def _lay_out_gradient(
     v_varies: tl.constexpr,
     write_wide: tl.constexpr,
     fused: tl.constexpr,
+    scaled_up: tl.constexpr,
 ):
     each = tl.program_id(1).to(tl.int64)
     batch, head = each // heads, each % heads
@@ -132,7 +133,7 @@ def _lay_out_gradient(
     stored = (column < pitch)[None, :] if pitch < padded_size else None
     tl.store(data + flat, narrow, stored)
     if write_wide:
-        if fused:  # of fp32's largest numbers a rounding to bf16 would make infinity
+        if fused and not scaled_up:  # of fp32's largest numbers a rounding to bf16 would make infinity
             held = tl.minimum(tl.maximum(exact, -_LARGEST), _LARGEST)
             tl.store(wide + flat, to_bf16(tl.where(tl.abs(exact) < float("inf"), held, exact)), stored)
         else:
@@ -145,7 +146,9 @@ def _lay_out_gradient(
     v_own = v_descale + batch * v_batch + head // group * v_head
     descale = power
     if fused:
-        unit = power * (factor * scale_of_keys(k_descale + batch * k_batch + head // group * k_head, seqlen_kv, tiles))
+        unit = factor * scale_of_keys(k_descale + batch * k_batch + head // group * k_head, seqlen_kv, tiles)
+        if not scaled_up:
+            unit = power * unit
         delta = delta * unit
         descale = unit * scale_of_keys(v_own, seqlen_kv, tiles)
     elif not v_varies:
@@ -182,8 +185,8 @@ class GradientPlan(NamedTuple):
 def gradient_plan(
     spec: AttentionSpec, grad: tuple[Any, ...], out: tuple[Any, ...], lse: tuple[Any, ...],
     descales: Sequence[Part], *,
-    narrow: bool, pitch: int, factor: float | None = None, sequences: tuple[int, Tiled] | None = None,
-    shared: bool = False,
+    narrow: bool, pitch: int, factor: float | None = None, scaled_up: bool = False,
+    sequences: tuple[int, Tiled] | None = None, shared: bool = False,
 ) -> GradientPlan:  # fmt: skip
     """For dO (B, H, Sq, Dv) of any strides, in e4m3 with delta = rowsum(dO∘O), in one pass.
 
@@ -191,8 +194,9 @@ def gradient_plan(
     ``lse`` (B, H, Sq) are the forward's strides and dtypes; ``descales`` those of Q, K and V, (B, heads, S, 1) or 1 for
     any axis.  ``narrow``: the kernels will read a transposed copy of dO, not made here, else the wide one.  ``pitch``:
     the padded head dimension.  ``factor``: for the fused kernel, whose dQ is that times dS · K; then no token of K or V
-    may have its own scale.  ``sequences``: how many there are with lengths of their own, by tiles of ``BLOCK`` queries;
-    then everything has slots, and with ``shared`` the tokens of a sequence share their descales.
+    may have its own scale, and P is ``scaled_up`` or not.  ``sequences``: how many there are with lengths of their own,
+    by tiles of ``BLOCK`` queries; then everything has slots, and with ``shared`` the tokens of a sequence share their
+    descales.
     ptxas 12.8 loses bytes of a conversion to FP8 that two stores read, one of them transposed (seen on fp32).
     """
     (batch, heads, length, size), keys = grad[0], spec.seqlen_kv
@@ -203,14 +207,16 @@ def gradient_plan(
         entries, blocks, keys = 1, tiled.capacity(count, batch), tiled.stored[1]
         long = blocks * BLOCK
     fused = factor is not None
-    there = fused and grad[3] and sequences is None and grad[2] == torch.bfloat16 and ready(grad[0], grad[1], pitch)
-    larger = 0.0 if fused else math.log2(PEAK) if narrow else None
+    readable = grad[3] and sequences is None and grad[2] == torch.bfloat16 and ready(grad[0], grad[1], pitch)
+    there = fused and not scaled_up and readable
+    larger = 0.0 if fused and not scaled_up else math.log2(PEAK) if narrow else None
     of_q, of_k, of_v = descales
     constants = (
         *grad[1], *out[0], *lse[0], *steps(of_q.shape, of_q.strides, batch, heads, length),
         *[step for x in (of_k, of_v) for step in steps(x.shape, x.strides, batch, spec.kv_heads, keys)[:2]],
         heads, spec.group, length, size, entries * heads * long, long, factor or 0.0,
         LOG2E, larger, whole, pitch, BLOCK, of_v.shape[2] > 1 and not shared, not (narrow or there), fused,
+        scaled_up,
     )  # fmt: skip
     dtypes = grad[2], out[1], lse[1], *[x.dtype for x in descales], sequences is None
     # With one register more there is no second program on a multiprocessor, and the pass takes a third longer.

@@ -119,7 +119,7 @@ def _language() -> ModuleType:
         abs=lambda x: Block(x.data.abs()), max=lambda x, axis: Block(x.data.amax(axis)),
         inline_asm_elementwise=_assembled, float8e4nv=torch.float8_e4m3fn,
         cdiv=_two(lambda x, y: torch.div(x + y - 1, y, rounding_mode="trunc")), load=load, store=store,
-        atomic_add=atomic_add,
+        atomic_add=atomic_add, thread_barrier=nothing,
         convert_layout=lambda x, layout, assert_trivial=False: x, allocate_shared_memory=_allocate,
         warp_specialize=specialize, SliceLayout=nothing, NVMMADistributedLayout=nothing, DotOperandLayout=nothing,
         BlockedLayout=nothing, NVMMASharedLayout=_layout, SwizzledSharedLayout=_layout, int32=torch.int32,

@@ -5,8 +5,9 @@ dS serves for dQ too: five products where two kernels take seven.  dQ = dS·K su
 adds what its 128 keys give to a sum in global memory, in no order.  The additions are in bf16: half the bytes of FP32,
 in which the kernel waits for the L2, and a rounding at each, which is why dQ differs from run to run.
 
-As little as can be stands before and behind it in memory.  dO is read as it came where TMA can; a warpgroup widens the
-keys that it has, for dQ, in shared memory; and dS bears every factor of dQ, so that its sum is dQ itself.
+As little as can be stands before and behind it in memory.  dO is read as it came where TMA can, unless P is scaled up
+by its descale (``Layout.scaled_up``); a warpgroup widens the keys that it has, for dQ, in shared memory; and dS bears
+every factor of dQ, so that its sum is dQ itself.
 
 dS reaches the tensor cores through shared memory, for dQ transposed and from both warpgroups: of dQ each warpgroup
 makes half of the columns, or half of the rows where a block has 128 queries.  A block's dQ waits until the next block's
@@ -93,18 +94,19 @@ def _barriers(rotated: gl.constexpr):
 def _start(
     given, tiles, group: gl.constexpr, shares: gl.constexpr, block_m: gl.constexpr, left: gl.constexpr,
     right: gl.constexpr, ragged: gl.constexpr, rotated: gl.constexpr, aligned: gl.constexpr,
-    keys_in_place: gl.constexpr, dq_in_place: gl.constexpr, with_values: gl.constexpr, registers: gl.constexpr,
+    keys_in_place: gl.constexpr, dq_in_place: gl.constexpr, with_values: gl.constexpr, scaled_up: gl.constexpr,
+    registers: gl.constexpr,
 ):  # fmt: skip
     """Runs the partitions: two warpgroups that compute, and the warp that loads."""
     gl.warp_specialize(
         [
             (sum_up, (
                 0, given, tiles, group, shares, block_m, left, right, ragged, rotated, aligned, keys_in_place,
-                dq_in_place, with_values,
+                dq_in_place, with_values, scaled_up,
             )),
             (sum_up, (
                 1, given, tiles, group, shares, block_m, left, right, ragged, rotated, aligned, keys_in_place,
-                dq_in_place, with_values,
+                dq_in_place, with_values, scaled_up,
             )),
             (load, (given, tiles, group, shares, block_m, left, right, rotated, aligned, keys_in_place, with_values)),
         ],
@@ -124,7 +126,7 @@ def all_gradients_hopper(
     exponent, before, after,
     group: gl.constexpr, shares: gl.constexpr, left: gl.constexpr, right: gl.constexpr, ragged: gl.constexpr,
     rotated: gl.constexpr, registers: gl.constexpr, aligned: gl.constexpr, keys_in_place: gl.constexpr,
-    dq_in_place: gl.constexpr,
+    dq_in_place: gl.constexpr, scaled_up: gl.constexpr,
 ):  # fmt: skip
     """dK (B, Hkv · shares, Skv, D) and dV of 128 keys and ``group`` query heads of a key head, and their part of dQ.
 
@@ -168,7 +170,7 @@ def all_gradients_hopper(
     )  # fmt: skip
     _start(
         given, tiles, group, shares, block_m, left, right, ragged, rotated, aligned, keys_in_place, dq_in_place, True,
-        registers,
+        scaled_up, registers,
     )  # fmt: skip
 
 
@@ -182,7 +184,7 @@ def all_gradients_in_pieces_hopper(
     dq_sums, more_dq_sums, row_values, factors, k_descale, dk_out, dv_out,
     k_batch, k_head, kv_heads, seqlen_q, seqlen_kv, padded_q, padded_kv, plane, size, size_v, exponent, before, after,
     group: gl.constexpr, shares: gl.constexpr, left: gl.constexpr, right: gl.constexpr, ragged: gl.constexpr,
-    with_values: gl.constexpr, registers: gl.constexpr,
+    with_values: gl.constexpr, registers: gl.constexpr, scaled_up: gl.constexpr,
 ):  # fmt: skip
     """dK and, ``with_values``, dV of 128 keys and ``group`` query heads of a key head, and their part of dQ.
 
@@ -220,4 +222,7 @@ def all_gradients_in_pieces_hopper(
         k_batch, k_head, kv_heads, seqlen_q, seqlen_kv, padded_q, padded_kv, plane, size, size_v, exponent,
         before, after,
     )  # fmt: skip
-    _start(given, None, group, shares, block_m, left, right, ragged, False, False, False, False, with_values, registers)
+    _start(
+        given, None, group, shares, block_m, left, right, ragged, False, False, False, False, with_values, scaled_up,
+        registers,
+    )  # fmt: skip

@@ -168,10 +168,15 @@ def _store(
 def sum_up(
     which: gl.constexpr, given, tiles, group: gl.constexpr, shares: gl.constexpr, block_m: gl.constexpr,
     left: gl.constexpr, right: gl.constexpr, ragged: gl.constexpr, rotated: gl.constexpr, aligned: gl.constexpr,
-    keys_in_place: gl.constexpr, dq_in_place: gl.constexpr, with_values: gl.constexpr,
+    keys_in_place: gl.constexpr, dq_in_place: gl.constexpr, with_values: gl.constexpr, scaled_up: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of 64 keys, and this warpgroup's part of what 128 keys add to dQ."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_m, 32])
+    # How fast a turn is depends on where the compiler puts exponentials among the products that it starts.  Measured on
+    # an H200: without a mask it is best if one warpgroup starts all products first, and under a mask if neither does.
+    unmasked: gl.constexpr = scaled_up and len(given.keys) == 1 and not (left or right)
+    # Q's descale at every turn, though it is that of a head: slower with few query heads, and faster with more.
+    by_turn: gl.constexpr = group > 1 and not scaled_up and (left or group > 4)
     share = block_and_head()[1]
     first_key, queries, seqlen_q, seqlen_kv, before, after, q_slot, dq_top, at, k_place = _where(
         given, tiles, share, shares, aligned, dq_in_place
@@ -209,9 +214,16 @@ def sum_up(
     fence_async_shared()
     s = warpgroup_mma_wait(0, [s])
     mbarrier.wait(given.wide.index(0), 0)
-    if group == 1:
-        q_own = gl.load(given.row_values + 2 * given.plane + share * given.padded_q + q_slot)
+    if scaled_up:
+        query = share * group * given.padded_q + q_slot + first
+        grad_factor = gl.load(given.factors + (query >> _SHARED))
+        q_own = gl.load(given.row_values + 2 * given.plane + query)
         own_factor = factor * q_own
+    elif not by_turn:
+        q_own = gl.load(given.row_values + 2 * given.plane + share * group * given.padded_q + q_slot)
+        own_factor = factor * q_own
+    if unmasked:  # here, and where the first turn adds nothing, so that the compiler puts none into every turn
+        gl.thread_barrier()
     # One loop for all query heads, and one unit for the dK of all: loops in each other, and a dK that is rescaled where
     # the next head begins, spill registers.  Of one head alone that took up to 1.08 of the time on an H100.
     for step in range(blocks_of_all):
@@ -222,9 +234,10 @@ def sum_up(
             turns = step
         slot, phase = turns & 1, (turns >> 1) & 1
         other, other_phase = slot ^ 1, ((turns - 1) >> 1) & 1
-        # Early: it comes from memory, though it is the same for the next block or was for the last.
-        grad_factor = gl.load(given.factors + (row >> _SHARED))
-        if group > 1:
+        if not scaled_up:
+            # Early: it comes from memory, though it is the same for the next block or was for the last.
+            grad_factor = gl.load(given.factors + (row >> _SHARED))
+        if by_turn:
             own_factor = factor * gl.load(given.row_values + 2 * given.plane + row)
         if with_values:
             dp = scores(given.value_blocks, given.grads, slot, which, block_m, s_layout)
@@ -233,6 +246,8 @@ def sum_up(
         # dK of the block before: dS out of registers would take twice as many, in halves, from turn to turn.
         ds = given.score_grads.index(other).slice(which * ROWS, ROWS, 0)
         dk = add_products((ds, ds), given.wide_queries, gl.where(turns > 0, other, slot), dk)
+        if unmasked and which == 1:
+            s = warpgroup_mma_wait(2, [s])  # waits for nothing, but no exponential is computed before it
         base = given.bases.index(slot).load(gl.SliceLayout(0, s_layout))
         p = gl.exp2(s * own_factor - base[None, :])
         if group > 1:
@@ -270,6 +285,8 @@ def sum_up(
         mbarrier.arrive(given.grads_free.index(other), count=1, pred=turns > 0)
         if turns > 0:
             add_dq(given, dq, other, last_row, which, with_values)
+        elif unmasked:
+            gl.thread_barrier()
         s = warpgroup_mma_wait(0, [s])
         last_row = dq_top + start if dq_in_place else row
         if group == 1:
@@ -279,6 +296,9 @@ def sum_up(
             if row == of_head + first + blocks * block_m:  # the next query head
                 of_head += given.padded_q
                 row = of_head + first
+                if not by_turn:
+                    place = given.row_values + 2 * given.plane + of_head
+                    own_factor = factor * gl.load(place, mask=step + 1 < blocks_of_all, other=1.0)
     if group > 1:
         turns = blocks_of_all
     last = (turns - 1) & 1
@@ -299,10 +319,10 @@ def sum_up(
     add_dq(given, dq, last, last_row, which, with_values)
 
     # Where heads share a key head the wide Q bears its descale.
-    if group == 1:
-        over, under = q_own if shares == 1 else 1.0, k_own
-    else:
+    if by_turn:
         over, under = given.exponent, factor
+    else:
+        over, under = q_own if group == 1 and shares == 1 else 1.0, k_own
     if not with_values:
         dv = ()
     _store(which, given, dk, dv, over, under, at, first_key + which * ROWS, seqlen_kv, queries, tiles, rotated)

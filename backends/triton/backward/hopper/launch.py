@@ -37,10 +37,12 @@ PIECES = (64, 32)  # of Q, K and V
 
 
 def serves(spec: AttentionSpec, *, per_token: bool, rotated: bool) -> bool:
-    """Whether the Hopper kernels support this; scales of tokens (``per_token``) and a soft cap take registers."""
+    """Whether the Hopper kernels support this: scales of tokens (``per_token``) and a soft cap take registers, and the
+    gradient of several query heads is divided by the spec's scale.
+    """
     fits = padded(spec.head_dim) in _SIZES or (halves(spec.head_dim) == _MLA and _takes_pieces(spec, rotated))
     takes_v = padded(spec.head_dim_v) in _SIZES
-    return fits and takes_v and spec.softcap == 0 and forward.serves(spec, per_token=per_token)
+    return fits and takes_v and spec.softcap == 0 and spec.scale > 0 and forward.serves(spec, per_token=per_token)
 
 
 def in_pieces(spec: AttentionSpec, *, rotated: bool) -> bool:
@@ -140,7 +142,7 @@ def _all(layout: Layout, dtype: torch.dtype, shares: int) -> tuple[tuple[Describ
         spec.kv_heads, extent.seqlen_q, extent.seqlen_kv, layout.padded_q, layout.padded_kv, layout.plane,
         spec.head_dim, spec.head_dim_v, layout.exponent, layout.before, layout.after, spec.group // shares, shares,
         *layout.edges, unequal or spec.seqlen_kv % KEPT != 0, *_ends(layout, narrow=False), layout.aligned,
-        layout.keys_in_place, unequal and layout.summed_in_place,
+        layout.keys_in_place, unequal and layout.summed_in_place, layout.scaled_up,
     )  # fmt: skip
     alike = dtype, layout.head_dim, layout.head_dim_v, unequal
     grid = extent.tiles("kv", KEPT), extent.entries * spec.kv_heads * shares, 1
@@ -161,7 +163,7 @@ def _in_pieces(layout: Layout, dtype: torch.dtype, shares: int) -> tuple[tuple[D
         *layout.k_steps[:2],
         spec.kv_heads, spec.seqlen_q, spec.seqlen_kv, layout.padded_q, layout.padded_kv, layout.plane,
         spec.head_dim, spec.head_dim_v, layout.exponent, layout.before, layout.after, spec.group // shares, shares,
-        *layout.edges, spec.seqlen_kv % KEPT != 0, with_values, registers()[1],
+        *layout.edges, spec.seqlen_kv % KEPT != 0, with_values, registers()[1], layout.scaled_up,
     )  # fmt: skip
     grid = -(-spec.seqlen_kv // KEPT), spec.batch * spec.kv_heads * shares, 1
     return tiles, _launches("pieces", narrow=False)(grid, constants, (dtype, *columns, *columns_v), **_options())

@@ -31,6 +31,9 @@ HEAD, ROTATED = Recipe("head"), Recipe("head", rotation="hadamard")
 ALLOWED = 0.01  # as for the plain kernels with sums in bf16
 _TILE = Tile(64, 64, 4, 2, Ring(64, 2))
 KERNEL = TritonBackward("triton:fp8", narrow=False, declared_error=0.1, tiles=Tiles(_TILE, _TILE, fused=True))
+# P is scaled up by dO's descale; or each turn reads that as a factor, and dO where it lies; or Q's descale as well.
+_WAYS = {}, {"head_dim": 128, "mask": Mask(right=0)}, {"head_dim": 128, "mask": Mask(left=40, right=0)}
+WAYS = pytest.mark.parametrize("way", _WAYS, ids=["scaled up", "by factors", "by Q's descales"])
 _MODES = random.Random(0)
 Ran = list[tuple[str, Prepared]]
 
@@ -95,7 +98,7 @@ def test_gradients_of_other_layouts_and_dtypes_are_read_correctly(
 
 def test_a_gradient_read_in_place_gives_the_same_bits_as_a_copy(kernels_run: Ran) -> None:
     """Calls alike but for where dO lies follow each other, so that none may get the other's launch."""
-    given, grad = problem(mask=Mask(right=0))
+    given, grad = problem(head_dim=128, mask=Mask(right=0))
     places = [grad, misaligned(grad), interleaved_heads(grad), grad]
     found = [KERNEL.run(given, each) for each in places]
     read = [prepared.gradient.laid.further(False, interleaved=False) for _, prepared in kernels_run]
@@ -125,13 +128,15 @@ def test_a_finishing_pass_runs_only_where_the_sums_are_not_yet_dq(
     assert launched_kernels[3:] == ([] if in_place else ["finish_query_gradients"])
 
 
+@WAYS
 @pytest.mark.parametrize("recipe", [HEAD, ROTATED], ids=["as it is", "rotated"])
-def test_each_key_head_has_its_own_scales(recipe: Recipe, kernels_run: Ran) -> None:
-    """dS bears those of K and V, and dK is freed from them again."""
-    spec, (q, k, v, grad) = make(70, 90, batch=2, heads=4, kv_heads=2, head_dim=64)
+def test_each_key_head_has_its_own_scales(recipe: Recipe, way: dict[str, Any], kernels_run: Ran) -> None:
+    """dS bears those of K and V, and dK is freed from them again; query heads of a key head have their own, too."""
+    spec, (q, k, v, grad) = make(70, 90, batch=2, heads=4, kv_heads=2, **{"head_dim": 64, **way})
+    q = q * torch.tensor([1.0, 0.1, 0.3, 2.0]).view(1, 4, 1, 1)
     k = k * torch.tensor([1.0, 0.03, 5.0, 0.2]).view(2, 2, 1, 1)
     v = v * torch.tensor([0.01, 30.0, 1.0, 1e4]).view(2, 2, 1, 1)
-    given = saved(spec, q, k.bfloat16(), v.bfloat16(), (recipe, recipe, HEAD))
+    given = saved(spec, q.bfloat16(), k.bfloat16(), v.bfloat16(), (recipe, recipe, HEAD))
     check_fused(given, grad, kernels_run)
     found = KERNEL.run(given, grad)
     for batch, head in ((0, 0), (0, 1), (1, 0), (1, 1)):  # the largest must not hide the others
@@ -144,9 +149,12 @@ def test_each_key_head_has_its_own_scales(recipe: Recipe, kernels_run: Ran) -> N
             assert dense.relative_l2(x[batch : batch + 1, heads], wanted) < 0.03
 
 
+@WAYS
 @pytest.mark.parametrize(("dtype", "exponent"), every_pair(["bf16", "fp32"], [-90, 60, 110]))
-def test_the_magnitude_of_the_gradient_does_not_affect_accuracy(exponent: int, dtype: str, kernels_run: Ran) -> None:
-    given, grad = problem(dtype=dtype)
+def test_the_magnitude_of_the_gradient_does_not_affect_accuracy(
+    exponent: int, dtype: str, way: dict[str, Any], kernels_run: Ran
+) -> None:
+    given, grad = problem(dtype=dtype, **way)
     plain = KERNEL.run(given, grad)
     for x, y in zip(KERNEL.run(given, grad * 2.0**exponent), plain, strict=True):
         assert dense.relative_l2(x, y.double() * 2.0**exponent) < 0.002
@@ -166,8 +174,9 @@ def test_the_magnitude_of_keys_and_values_does_not_affect_accuracy(
         assert dense.relative_l2(x, y.double() * larger**size) < 0.002
 
 
-def test_the_largest_numbers_of_fp32_do_not_become_infinite_in_bf16(kernels_run: Ran) -> None:
-    given, grad = problem(dtype="fp32")
+@WAYS
+def test_the_largest_numbers_of_fp32_do_not_become_infinite_in_bf16(way: dict[str, Any], kernels_run: Ran) -> None:
+    given, grad = problem(dtype="fp32", **way)
     grad = rounded_to_e4m3(grad.float()) * 2.0**-10
     grad[0, 0, 5] = torch.finfo(torch.float32).max
     spec: AttentionSpec = given.spec
@@ -175,3 +184,16 @@ def test_the_largest_numbers_of_fp32_do_not_become_infinite_in_bf16(kernels_run:
     for x, wanted in zip(KERNEL.run(given, grad), truth, strict=True):
         assert torch.isfinite(x).all()
         assert dense.relative_l2(x, wanted) < 0.02
+
+
+@WAYS
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_a_scale_of_zero_leaves_queries_and_keys_without_a_gradient(
+    kv_heads: int, way: dict[str, Any], kernels_run: Ran
+) -> None:
+    given, grad = problem(scale=0.0, kv_heads=kv_heads, **way)
+    truth = dense.dense_gradients(*given.operands.tensors(torch.float64), grad, given.spec)
+    dq, dk, dv = KERNEL.run(given, grad)
+    assert not dq.any()
+    assert not dk.any()
+    assert dense.relative_l2(dv, truth[2]) < 0.02
