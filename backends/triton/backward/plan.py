@@ -196,8 +196,8 @@ def _planned(
     place = _place_of_sums(layout, fused)
     gradient = gradient_plan(
         spec, grad, out, lse, [q.descale, k.descale, v.descale], narrow=narrow, pitch=layout.pitch_v,
-        factor=layout.scale if fused else None, scaled_up=layout.scaled_up, sequences=tiled_do,
-        shared=layout.extent.shared,
+        factor=layout.scale if fused else None, scaled_up=fused and layout.scaled_up,
+        sequences=tiled_do, shared=layout.extent.shared,
     )  # fmt: skip
     scaled = None
     if fused and spec.group > 1:  # a sum over query heads is in one unit
