@@ -114,8 +114,9 @@ class Layout:
         self.edges = mask.left is not None, mask.right is not None
         # Whether P of the fused kernel is scaled up by dO's descale, so that no block has a factor to wait for, and dO
         # is copied, divided by it: where that was no slower on an H200, with a causal mask up to 64 columns and MLA.
+        # Sequences of unequal length were not measured.
         causal = self.edges == (False, True) and (self.pitch <= 64 or self.rest > self.rest_v)
-        self.scaled_up = not any(self.edges) or causal
+        self.scaled_up = not unequal and (not any(self.edges) or causal)
         self.scale = spec.scale * (turn_factor(spec.head_dim) if rotated else 1.0)
         # Whether the fused kernel's sums, which are in bf16, are dQ itself.
         # Where a key head has several query heads, hiding what lies behind each costs more than a pass over dQ.

@@ -175,8 +175,9 @@ def sum_up(
     # How fast a turn is depends on where the compiler puts exponentials among the products that it starts.  Measured on
     # an H200: without a mask it is best if one warpgroup starts all products first, and under a mask if neither does.
     unmasked: gl.constexpr = scaled_up and len(given.keys) == 1 and not (left or right)
-    # Q's descale at every turn, though it is that of a head: slower with few query heads, and faster with more.
-    by_turn: gl.constexpr = group > 1 and not scaled_up and (left or group > 4)
+    # Q's descale at every turn, though it is that of a head: slower with few query heads, and faster with more or a
+    # window.  Sequences of unequal length were not measured.
+    by_turn: gl.constexpr = group > 1 and not scaled_up and (left or group > 4 or tiles is not None)
     share = block_and_head()[1]
     first_key, queries, seqlen_q, seqlen_kv, before, after, q_slot, dq_top, at, k_place = _where(
         given, tiles, share, shares, aligned, dq_in_place
