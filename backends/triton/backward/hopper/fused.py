@@ -132,11 +132,12 @@ def all_gradients_hopper(
 
     A key head has ``shares`` times as many query heads, whose dK and dV are to be summed (``shares.summed``).
     ``dq_sums`` in bf16 is added to: dQ, rotated if Q was, (B·H, padded Sq, padded D) or as it is returned.  ``factors``
-    turn dO·v of the e4m3 numbers into the units of delta, in which dQ is dS · K of the e4m3 numbers.  ``ragged``: the
-    last program's keys are fewer.  ``tiles``: the table of sequences that have lengths of their own, or None.  With it
-    all that is laid out has slots; but K and V are read where they lie if ``keys_in_place``, and dQ is added up where
-    it is returned if ``dq_in_place``, which takes as many key heads as heads.  ``aligned`` says that a sequence's
-    ``after`` is larger, and ``before`` smaller, by its keys less its queries.
+    turn dO·v of the e4m3 numbers into the units of delta, in which dQ is dS · K of the e4m3 numbers; where P is
+    ``scaled_up`` by dO's descale, a head has one of them.  ``ragged``: the last program's keys are fewer.  ``tiles``:
+    the table of sequences that have lengths of their own, or None.  With it all that is laid out has slots; but K and V
+    are read where they lie if ``keys_in_place``, and dQ is added up where it is returned if ``dq_in_place``, which
+    takes as many key heads as heads.  ``aligned`` says that a sequence's ``after`` is larger, and ``before`` smaller,
+    by its keys less its queries.
     """
     if tiles is not None:  # noqa: SIM102 (where all lengths are alike there is no branch)
         if block_and_head()[0] >= gl.load(tiles):

@@ -175,8 +175,8 @@ def sum_up(
     # How fast a turn is depends on where the compiler puts exponentials among the products that it starts.  Measured on
     # an H200: without a mask it is best if one warpgroup starts all products first, and under a mask if neither does.
     unmasked: gl.constexpr = scaled_up and len(given.keys) == 1 and not (left or right)
-    # Q's descale at every turn, though it is that of a head: slower with few query heads, and faster with more or a
-    # window.  Sequences of unequal length were not measured.
+    # Whether Q's descale is loaded at every turn, though a head has one: faster with more than four query heads or a
+    # window, and slower with fewer.  Sequences of unequal length were not measured.
     by_turn: gl.constexpr = group > 1 and not scaled_up and (left or group > 4 or tiles is not None)
     share = block_and_head()[1]
     first_key, queries, seqlen_q, seqlen_kv, before, after, q_slot, dq_top, at, k_place = _where(
@@ -219,11 +219,11 @@ def sum_up(
         query = share * group * given.padded_q + q_slot + first
         grad_factor = gl.load(given.factors + (query >> _SHARED))
         q_own = gl.load(given.row_values + 2 * given.plane + query)
-        own_factor = factor * q_own
     elif not by_turn:
         q_own = gl.load(given.row_values + 2 * given.plane + share * group * given.padded_q + q_slot)
+    if not by_turn:
         own_factor = factor * q_own
-    if unmasked:  # here, and where the first turn adds nothing, so that the compiler puts none into every turn
+    if unmasked:  # this barrier, and one where the first turn adds nothing, save Triton two in every turn
         gl.thread_barrier()
     # One loop for all query heads, and one unit for the dK of all: loops in each other, and a dK that is rescaled where
     # the next head begins, spill registers.  Of one head alone that took up to 1.08 of the time on an H100.

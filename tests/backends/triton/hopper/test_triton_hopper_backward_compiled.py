@@ -63,8 +63,7 @@ def _kernel(kind: str, head_dim: int, ring: Ring, narrow: bool = False, **more: 
     constants |= {} if kind == "keys" else {"ragged": False}
     constants |= {} if kind == "queries" else {"group": 1}
     if kind in ("all", "pieces"):  # as ``Layout`` decides
-        narrow_or_mla = head_dim == (192 if kind == "pieces" else 64)
-        constants |= {"scaled_up": not more.get("left") and (narrow_or_mla or not more.get("right"))}
+        constants |= {"scaled_up": not more.get("left") and (head_dim in (64, 192) or not more.get("right"))}
     constants |= more | ({"shared": BLOCK, "peak": PEAK} if narrow else {})
     return kind, head_dim, ring.block, narrow, even, constants
 
