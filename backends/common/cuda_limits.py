@@ -1,4 +1,4 @@
-"""What no CUDA kernel of torch's scaled_dot_product_attention, nor of the libraries that it was taken from, can do."""
+"""What kernels of torch's on CUDA cannot do, nor those of the libraries that they were taken from."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import torch
 from attnbench.kernels.capabilities import Device
 from attnbench.problem.spec import AttentionSpec
 
-__all__ = ["cuda_refusals"]
+__all__ = ["cuda_refusals", "entry_refusals"]
 
 _MAX_GRID = 65535  # CUDA's limit for the grid dimensions that batch and heads are spread over
+_INT32 = 2**31 - 1
 
 
 def cuda_refusals(spec: AttentionSpec, device: Device) -> list[str]:
@@ -21,3 +22,18 @@ def cuda_refusals(spec: AttentionSpec, device: Device) -> list[str]:
     if max(spec.batch, spec.heads) > _MAX_GRID:
         return [f"takes at most {_MAX_GRID} batches and heads"]
     return []
+
+
+def entry_refusals(spec: AttentionSpec, device: Device, kv_heads: int) -> list[str]:
+    """More elements of a batch entry than a kernel counts in 32 bits; ``kv_heads``: those that it reads.
+
+    On an H200 (torch 2.11), with 2.2·10⁹ elements (270,336 keys, 64 heads of 128, the heads of a token side by side),
+    ``sdpa-efficient`` and ``flex`` read memory that is not theirs; ``sdpa-efficient`` is also wrong, and says nothing,
+    in every head that begins 2³² elements behind the first (131,072 keys and 128 heads of 576).
+    """
+    packed = spec.lengths is not None and spec.lengths.batch == "packed"
+    queries, keys = spec.tokens if packed else (spec.seqlen_q, spec.seqlen_kv)
+    largest = max(queries * spec.heads, keys * kv_heads) * max(spec.head_dim, spec.head_dim_v)
+    if device.type != "cuda" or largest <= _INT32:
+        return []
+    return [f"counts at most {_INT32} elements of a batch entry, the largest has {largest}"]

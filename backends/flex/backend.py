@@ -31,6 +31,7 @@ from attnbench.problem.fp8 import Quantised, Recipe, quantise, quantise_with
 from attnbench.problem.lengths_kind import BATCHES
 from attnbench.problem.spec import AttentionSpec
 
+from ..common.cuda_limits import entry_refusals
 from ..common.declared_errors import DECLARED_ERROR, DECLARED_GRADIENT_ERROR, SHORT_ACCUMULATOR
 from ..common.installed import torch_availability
 from ..common.layout import aligned
@@ -139,7 +140,7 @@ def _options(spec: AttentionSpec, device: torch.device, precision: str) -> FlexK
 class _Flex(Kernel):
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         reason = compiler_reason(device.type)
-        return [reason] if reason else []
+        return ([reason] if reason else []) + entry_refusals(spec, device, spec.kv_heads)
 
 
 @unpads_forward()

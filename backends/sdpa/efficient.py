@@ -17,7 +17,7 @@ from attnbench.problem.lengths_kind import BATCHES
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 
-from ..common.cuda_limits import cuda_refusals
+from ..common.cuda_limits import cuda_refusals, entry_refusals
 from ..common.declared_errors import DECLARED_GRADIENT_ERROR
 from ..common.each_sequence import answer_each, derive_each, prepare_each
 from ..common.installed import cuda_availability
@@ -69,7 +69,8 @@ class _Efficient(TypedKernel):
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         band = causal_band(spec.mask, spec.seqlen_q, spec.seqlen_kv)
-        return cuda_refusals(spec, device) + ([band] if isinstance(band, str) else [])
+        refusals = [*cuda_refusals(spec, device), *entry_refusals(spec, device, spec.heads)]  # keys are repeated
+        return refusals + ([band] if isinstance(band, str) else [])
 
 
 def _inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor, Band]:

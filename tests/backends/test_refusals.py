@@ -21,6 +21,7 @@ SPEC = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, head_dim=64)
 CAUSAL, END, BEFORE = Mask(right=0), Mask(right=0, alignment="bottom-right"), Mask(left=5, right=0)
 PACKED = LengthsKind(batch="packed", total_q=512, total_kv=512)
 SQUARE = LengthsKind(batch="packed", square=True, total_q=512, total_kv=512)
+FAR = {"heads": 64, "seqlen_kv": 270336, "head_dim": 128, "head_dim_v": 128}
 WIDE = {"head_dim": 128, "head_dim_v": 128}
 CUDNN_BF16 = [
     ({}, B200, "9.x only"),
@@ -139,7 +140,10 @@ REFUSED = {
     "sdpa-efficient:bf16": [
         ({"mask": Mask(left=5, right=3)}, H200, "diagonals"),
         ({"seqlen_q": 999, "mask": END}, H200, "no key"),
+        ({**FAR, "kv_heads": 64}, H200, "elements of a batch entry"),
+        ({**FAR, "kv_heads": 1}, H200, "elements of a batch entry"),
     ],
+    "flex:bf16": [({**FAR, "kv_heads": 64}, H200, "elements of a batch entry")],
 }
 ROWS = [(name, *row) for name, rows in REFUSED.items() for row in rows]
 
@@ -163,6 +167,25 @@ def test_each_refusal_gives_its_reason(name: str, changes: dict[str, object], de
 def test_a_torch_without_cuda_serves_no_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "without CUDA" in "; ".join(registry().forward(name).refusals(SPEC, H200))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("flex:bf16", {**FAR, "kv_heads": 1}),
+        ("flex:bf16", {**FAR, "kv_heads": 64, "seqlen_kv": 2**17, "batch": 4}),
+        ("sdpa-efficient:bf16", {**FAR, "kv_heads": 64, "seqlen_kv": 2**17, "batch": 4}),
+        ("sdpa-flash:bf16", {**FAR, "kv_heads": 64}),
+    ],
+)
+def test_long_calls_are_served_up_to_the_elements_that_a_kernel_counts(name: str, changes: dict[str, object]) -> None:
+    """Of a batch entry: 4 of 2³⁰ elements each were right on an H200."""
+    assert "elements" not in "; ".join(registry().forward(name).refusals(SPEC.replace(**changes), H200))
+
+
+def test_the_sequences_of_a_packed_batch_are_one_entry() -> None:
+    packed = SPEC.replace(lengths=LengthsKind(batch="packed", total_q=2**24, total_kv=2**24))
+    assert "2147483648" in "; ".join(registry().forward("flex:bf16").refusals(packed, H200))
 
 
 LEFT_OPEN = {"seqlen_q": 257, "mask": Mask(right=5)}
