@@ -114,13 +114,16 @@ class Layout:
         self.edges = mask.left is not None, mask.right is not None
         # Whether P of the fused kernel is scaled up by dO's descale, so that no block has a factor to wait for, and dO
         # is copied, divided by it: where that was no slower on an H200, with a causal mask up to 64 columns and MLA.
-        # Sequences of unequal length were not measured.
-        causal = self.edges == (False, True) and (self.pitch <= 64 or self.rest > self.rest_v)
-        self.scaled_up = not unequal and (not any(self.edges) or causal)
+        # Of sequences of unequal length it is faster with MLA, and up to 64 columns with several heads a key head.
+        mla, narrow = self.rest > self.rest_v, self.pitch <= 64
+        suits = not any(self.edges) or (self.edges == (False, True) and (mla or narrow))
+        self.scaled_up = suits and (not unequal or mla or (narrow and spec.group > 1))
         self.scale = spec.scale * (turn_factor(spec.head_dim) if rotated else 1.0)
         # Whether the fused kernel's sums, which are in bf16, are dQ itself.
         # Where a key head has several query heads, hiding what lies behind each costs more than a pass over dQ.
-        whole = self.pitch == spec.head_dim and (spec.group == 1 if unequal else self.padded_q == spec.seqlen_q)
+        whole = self.pitch == spec.head_dim and (
+            spec.group == 1 and not self.rest if unequal else self.padded_q == spec.seqlen_q
+        )
         self.summed_in_place = whole and not rotated and gradient_dtype(spec) == torch.bfloat16
         self.sums = self.gradients[0] if self.summed_in_place else self.q
         # What turns an unscaled score into the exponent of 2: of exp(s), or of exp(2x) in the softcap's tanh(x).

@@ -57,6 +57,10 @@ PERSISTENT = Tile(128, 128, 4, 2, parts=2, interleaved=True, hopper=True, turns=
 LONE = Tile(128, 64, 4, 3, interleaved=True, hopper=True, alone_from=0)
 _RING = BackwardTile(64, 64, 4, 2, Ring(64, 2))
 FUSED = TritonBackward("triton:fp8", narrow=False, declared_error=0.1, tiles=Tiles(_RING, _RING, fused=True))
+IN_PIECES = TritonBackward(
+    "triton:fp8", narrow=False, declared_error=0.1,
+    tiles=Tiles(_RING, _RING, fused=True, values=BackwardTile(32, 64, 4, 2)),
+)  # fmt: skip
 # Empty ones on one side and on both, one token, ends within a block and at one, more keys than queries and fewer.
 LENGTHS = ((130, 130), (0, 0), (1, 1), (64, 200), (0, 70), (128, 128), (90, 0), (200, 65))
 SQUARE = ((130, 130), (0, 0), (1, 1), (256, 256), (33, 33))
@@ -67,12 +71,16 @@ PLAIN: Pair = FORWARDS[0], BACKWARDS[0], {}
 WIDE = {"head_dim": 64, "head_dim_v": 64}
 GROUPED: Pair = TritonForward("fp8-head", PERSISTENT), FUSED, {**WIDE, "heads": (2, 1)}
 IN_PLACE: Pair = TritonForward("fp8-head", PERSISTENT), FUSED, {**WIDE, "heads": (2, 2)}
+MLA: Pair = TritonForward("fp8-head", PERSISTENT), IN_PIECES, {"heads": (2, 2), "head_dim": 192, "head_dim_v": 128}
+NARROW: Pair = TritonForward("fp8-head", PERSISTENT), FUSED, {"heads": (2, 1), "head_dim": 80, "head_dim_v": 80}
 PAIRS = {
     "plain": PLAIN,
     "plain, e4m3 sums": (FORWARDS[0], BACKWARDS[1], {}),
     "hopper, grouped": GROUPED,
     "hopper, dQ in place": IN_PLACE,
     "hopper, left-padded": (*IN_PLACE[:2], {**IN_PLACE[2], "padding": "left"}),
+    "hopper, MLA": MLA,
+    "hopper, in pieces": NARROW,
 }
 by_pair = pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
 
@@ -135,6 +143,8 @@ def test_each_sequence_has_the_gradients_that_it_has_alone(
         (LENGTHS, Mask(60, 20, END), TritonOnePass(LONE), None),
         (LENGTHS, Mask(right=0, alignment=END), TritonForward("fp8", PERSISTENT), {"heads": (2, 1)}),
         (LENGTHS, Mask(right=0, alignment=END), TritonForward("fp8", PERSISTENT), {"heads": (2, 1), "head_dim_v": 80}),
+        (LENGTHS, Mask(60, 20, END), TritonForward("fp8-head", PERSISTENT), {"heads": (2, 1), "head_dim": 192}),
+        (SQUARE, Mask(right=0), TritonForward("fp8-head", PERSISTENT), {"head_dim": 80, "head_dim_v": 96}),
         (SQUARE, Mask(right=0), TritonForward("fp8-head", LONE), {"heads": (2, 2)}),
         (SQUARE, Mask(right=0), TritonForward("fp8-head", LONE), {"heads": (2, 2), "padding": "left"}),
         *(
@@ -157,7 +167,7 @@ def test_hopper_kernels_give_each_sequence_the_result_that_it_has_alone(
     """
     sizes = WIDE if how is None else {"head_dim": 128, "head_dim_v": 128, **how}
     batch = Documents(lengths, mask, **sizes)
-    backward = None if how is None else FUSED
+    backward = None if how is None else IN_PIECES if sizes["head_dim"] > 128 else FUSED
     for found, alone in zip(answers(batch, forward, backward), batch.run_alone(forward, backward), strict=True):
         assert is_equal((*found[:2], *found[3:]), (*alone[:2], *alone[3:]))
         assert how is None or (found[2] - alone[2]).float().norm() <= 0.01 * alone[2].float().norm()

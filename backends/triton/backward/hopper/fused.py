@@ -182,16 +182,20 @@ def all_gradients_hopper(
 )  # fmt: skip
 def all_gradients_in_pieces_hopper(
     q, more_q, do, more_do, k, more_k, v, more_v, q_wide, more_q_wide, do_wide, more_do_wide, rows,
-    dq_sums, more_dq_sums, row_values, factors, k_descale, dk_out, dv_out,
+    dq_sums, more_dq_sums, row_values, factors, k_descale, dk_out, dv_out, tiles,
     k_batch, k_head, kv_heads, seqlen_q, seqlen_kv, padded_q, padded_kv, plane, size, size_v, exponent, before, after,
     group: gl.constexpr, shares: gl.constexpr, left: gl.constexpr, right: gl.constexpr, ragged: gl.constexpr,
-    with_values: gl.constexpr, registers: gl.constexpr, scaled_up: gl.constexpr,
+    with_values: gl.constexpr, registers: gl.constexpr, aligned: gl.constexpr, scaled_up: gl.constexpr,
 ):  # fmt: skip
     """dK and, ``with_values``, dV of 128 keys and ``group`` query heads of a key head, and their part of dQ.
 
     Arguments as of ``all_gradients_hopper``; ``more_...`` read or add to the second piece.  Without dV, V and dO
-    are in one piece, and nothing reads ``more_v``, ``more_do``, ``do_wide`` and ``more_do_wide``.
+    are in one piece, and nothing reads ``more_v``, ``more_do``, ``do_wide`` and ``more_do_wide``.  With a table all
+    that is laid out has slots, dQ's sums too.
     """
+    if tiles is not None:  # noqa: SIM102 (where all lengths are alike there is no branch)
+        if block_and_head()[0] >= gl.load(tiles):
+            return
     block_m: gl.constexpr = q.block_type.shape[0]
     keys = _slots(k, CONSUMERS, ROWS), _slots(more_k, CONSUMERS, ROWS)
     wide_keys = _widened(dq_sums, k.block_type.shape[1]), _widened(more_dq_sums, more_k.block_type.shape[1])
@@ -224,6 +228,6 @@ def all_gradients_in_pieces_hopper(
         before, after,
     )  # fmt: skip
     _start(
-        given, None, group, shares, block_m, left, right, ragged, False, False, False, False, with_values, scaled_up,
-        registers,
+        given, tiles, group, shares, block_m, left, right, ragged, False, aligned, False, False, with_values,
+        scaled_up, registers,
     )  # fmt: skip

@@ -159,10 +159,10 @@ def add_dq(given, dq, turn, row, which: gl.constexpr, with_values: gl.constexpr)
 
 
 @gluon.jit
-def store_pieces(out, sums, factor, at, top, length, size):
-    """As ``shared.store``, of two pieces times a factor."""
+def store_pieces(out, sums, at, top, length, size):
+    """As ``shared.store``, of two pieces."""
     columns: gl.constexpr = sums[0].shape[1]
     layout: gl.constexpr = sums[0].type.layout
     more_layout: gl.constexpr = sums[1].type.layout
-    store(out, sums[0] * factor, at, top, length, 0, size, layout)
-    store(out, sums[1] * factor, at, top, length, columns, size, more_layout)
+    store(out, sums[0], at, top, length, 0, size, layout)
+    store(out, sums[1], at, top, length, columns, size, more_layout)

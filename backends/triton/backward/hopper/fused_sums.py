@@ -138,29 +138,33 @@ def _where(given, tiles, share, shares: gl.constexpr, aligned: gl.constexpr, dq_
 
 
 @gluon.jit
+def _asked_for(x, queries, tiles):
+    """A gradient of keys; 0 of those of a sequence without queries, which may hold anything."""
+    return x if tiles is None else gl.where(queries > 0, x, 0.0)
+
+
+@gluon.jit
 def _store(
     which: gl.constexpr, given, dk, dv, over, under, at, top, seqlen_kv, queries, tiles, rotated: gl.constexpr
 ):  # fmt: skip
     """Writes the gradients of a warpgroup's keys, of which ``top`` is the first; dK times ``over`` / ``under``."""
     if len(dk) > 1:
         unit = over / under
-        store_pieces(given.dk_out, dk, unit, at, top, seqlen_kv, given.size)
+        dk = _asked_for(dk[0] * unit, queries, tiles), _asked_for(dk[1] * unit, queries, tiles)
+        store_pieces(given.dk_out, dk, at, top, seqlen_kv, given.size)
         if len(dv) > 0:
-            store_pieces(given.dv_out, dv, 1.0, at, top, seqlen_kv, given.size_v)
+            dv = _asked_for(dv[0], queries, tiles), _asked_for(dv[1], queries, tiles)
+            store_pieces(given.dv_out, dv, at, top, seqlen_kv, given.size_v)
         tma.store_wait(0)
     else:
         tma.store_wait(0)  # the blocks of dQ that were staged are read, and their memory serves for dV and dK
-        dk, dv = dk[0], dv[0]
-        if tiles is not None:  # keys that no query asks for may hold anything
-            dv = gl.where(queries > 0, dv, 0.0)
+        dk, dv = dk[0], _asked_for(dv[0], queries, tiles)
         store_whole(given.dv_out, dv, given.staged[0], which, at, top, seqlen_kv, given.size_v)
         if rotated:  # meanwhile the matrix comes
             mbarrier.wait(given.turn_filled, 0)
             layout: gl.constexpr = dk.type.layout
             dk = turned(dk, given.turning, dk.shape[1], layout)
-        dk = dk * (over / under)
-        if tiles is not None:
-            dk = gl.where(queries > 0, dk, 0.0)
+        dk = _asked_for(dk * (over / under), queries, tiles)
         store_whole(given.dk_out, dk, given.staged[0], which, at, top, seqlen_kv, given.size)
 
 
@@ -176,7 +180,7 @@ def sum_up(
     # an H200: without a mask it is best if one warpgroup starts all products first, and under a mask if neither does.
     unmasked: gl.constexpr = scaled_up and len(given.keys) == 1 and not (left or right)
     # Whether Q's descale is loaded at every turn, though a head has one: faster with more than four query heads or a
-    # window, and slower with fewer.  Sequences of unequal length were not measured.
+    # window, and slower with fewer; of sequences of unequal length it is as fast.
     by_turn: gl.constexpr = group > 1 and not scaled_up and (left or group > 4 or tiles is not None)
     share = block_and_head()[1]
     first_key, queries, seqlen_q, seqlen_kv, before, after, q_slot, dq_top, at, k_place = _where(

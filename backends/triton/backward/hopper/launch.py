@@ -40,21 +40,19 @@ def serves(spec: AttentionSpec, *, per_token: bool, rotated: bool) -> bool:
     """Whether the Hopper kernels support this: scales of tokens (``per_token``) and a soft cap take registers, and the
     gradient of several query heads is divided by the spec's scale.
     """
-    fits = padded(spec.head_dim) in _SIZES or (halves(spec.head_dim) == _MLA and _takes_pieces(spec, rotated))
+    fits = padded(spec.head_dim) in _SIZES or (halves(spec.head_dim) == _MLA and not rotated)
     takes_v = padded(spec.head_dim_v) in _SIZES
     return fits and takes_v and spec.softcap == 0 and spec.scale > 0 and forward.serves(spec, per_token=per_token)
 
 
 def in_pieces(spec: AttentionSpec, *, rotated: bool) -> bool:
-    """Whether the kernel of all gradients takes Q, K and V in pieces of 64 and 32 columns, not padded to 128."""
+    """Whether the kernel of all gradients takes Q, K and V in pieces of 64 and 32 columns, not padded to 128.
+
+    A rotation mixes the columns of both.
+    """
     least, most = PIECES[0], sum(PIECES)
     fits = all(least < size <= most for size in (spec.head_dim, spec.head_dim_v))
-    return fits and _takes_pieces(spec, rotated)
-
-
-def _takes_pieces(spec: AttentionSpec, rotated: bool) -> bool:
-    """A rotation mixes the columns of both, and slots of sequences have no pieces."""
-    return not rotated and spec.lengths is None
+    return fits and not rotated
 
 
 @cache
@@ -113,7 +111,8 @@ def run_all(given: Prepared, dq_sums: Tensor | Piece, dk_out: Tensor, dv_out: Te
         wide, do_wide = (each.further(False, interleaved=False) for each in (given.q, do))
         pairs = given.q.data, do.data, given.k.data, given.v.data, wide, do_wide
         tiled = *[each for each in pairs for _piece in range(2)], rows, dq_sums, dq_sums
-        start.on(rows.device, (*tiled, rows, given.gradient.descale, given.k_scale, dk_out, dv_out), tiles)
+        memory = rows, given.gradient.descale, given.k_scale, dk_out, dv_out, given.tiles("kv", KEPT)
+        start.on(rows.device, (*tiled, *memory), tiles)
         return
     tiles, start = _all(given.layout, dk_out.dtype, dk_out.shape[1] // given.layout.spec.kv_heads)
     tiled = (
@@ -159,14 +158,18 @@ def _in_pieces(layout: Layout, dtype: torch.dtype, shares: int) -> tuple[tuple[D
         *_columns(layout.v, columns_v), *_columns(layout.q, columns), *_columns(layout.do, columns_v),
         _pieces(layout, _ROWS), *_columns(layout.sums, columns if with_values else [each // 2 for each in columns]),
     )  # fmt: skip
+    extent = layout.extent
+    unequal = extent.sequences is not None
     constants = (
         *layout.k_steps[:2],
-        spec.kv_heads, spec.seqlen_q, spec.seqlen_kv, layout.padded_q, layout.padded_kv, layout.plane,
+        spec.kv_heads, extent.seqlen_q, extent.seqlen_kv, layout.padded_q, layout.padded_kv, layout.plane,
         spec.head_dim, spec.head_dim_v, layout.exponent, layout.before, layout.after, spec.group // shares, shares,
-        *layout.edges, spec.seqlen_kv % KEPT != 0, with_values, registers()[1], layout.scaled_up,
+        *layout.edges, unequal or spec.seqlen_kv % KEPT != 0, with_values, registers()[1], layout.aligned,
+        layout.scaled_up,
     )  # fmt: skip
-    grid = -(-spec.seqlen_kv // KEPT), spec.batch * spec.kv_heads * shares, 1
-    return tiles, _launches("pieces", narrow=False)(grid, constants, (dtype, *columns, *columns_v), **_options())
+    grid = extent.tiles("kv", KEPT), extent.entries * spec.kv_heads * shares, 1
+    alike = dtype, *columns, *columns_v, unequal
+    return tiles, _launches("pieces", narrow=False)(grid, constants, alike, **_options())
 
 
 def run_queries(given: Prepared, ring: Ring, narrow: bool, dq_out: Tensor) -> None:

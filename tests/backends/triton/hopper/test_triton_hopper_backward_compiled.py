@@ -58,11 +58,11 @@ def _kernel(kind: str, head_dim: int, ring: Ring, narrow: bool = False, **more: 
     even, most = forward_hopper_launch.registers()
     constants: dict[str, object] = {"left": False, "right": False, "registers": most}
     constants |= {"with_values": head_dim == 96} if kind == "pieces" else {"rotated": False}
-    constants |= {"tiles": None, "aligned": False} if kind == "all" else {}
     constants |= {"shares": 1} if kind in ("all", "pieces") else {"stages": ring.stages}
     constants |= {} if kind == "keys" else {"ragged": False}
     constants |= {} if kind == "queries" else {"group": 1}
     if kind in ("all", "pieces"):  # as ``Layout`` decides
+        constants |= {"tiles": None, "aligned": False}
         constants |= {"scaled_up": not more.get("left") and (head_dim in (64, 192) or not more.get("right"))}
     constants |= more | ({"shared": BLOCK, "peak": PEAK} if narrow else {})
     return kind, head_dim, ring.block, narrow, even, constants

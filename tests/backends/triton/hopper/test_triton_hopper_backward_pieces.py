@@ -123,7 +123,7 @@ MLA_SIZES = {"head_dim": 192, "head_dim_v": 128}
         ({**MLA_SIZES, "head_dim_v": 192}, False),
         ({**MLA_SIZES, "softcap": 20.0}, False),
         ({**MLA_SIZES, "scale": -0.1}, False),
-        ({**MLA_SIZES, "lengths": LengthsKind(batch="padded")}, False),
+        ({**MLA_SIZES, "lengths": LengthsKind(batch="padded")}, True),
     ],
     ids=str,
 )
@@ -141,7 +141,7 @@ def test_which_problems_of_wide_heads_are_served(more: dict[str, Any], served: b
         ({"head_dim": 64}, False),
         ({"head_dim": 97}, False),
         ({"head_dim": 96, "head_dim_v": 64}, False),
-        ({"head_dim": 96, "lengths": LengthsKind(batch="padded")}, False),
+        ({"head_dim": 96, "lengths": LengthsKind(batch="padded")}, True),
     ],
     ids=str,
 )
