@@ -215,6 +215,19 @@ def test_keys_without_queries_get_zero_gradients_and_have_no_effect(pair: Pair) 
 
 
 @pytest.mark.usefixtures("hopper")
+@by_pair
+def test_what_lies_behind_a_sequence_has_no_weight_where_all_scores_are_low(pair: Pair) -> None:
+    """A key of zeros would have one beyond FP32."""
+    forward, backward, how = pair
+    batch = Documents(((256, 256), (130, 130)), **how)
+    parts = batch.parts()
+    for q, k, *_ in parts:
+        q.fill_(-8.0)
+        k.fill_(8.0)
+    assert all(bool(x.isfinite().all()) for answer in answers(batch, forward, backward, parts) for x in answer)
+
+
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("spoilt", ["k", "v"])
 def test_keys_after_a_sequence_are_not_read_as_part_of_it(spoilt: str) -> None:
     """The interpreter gives what is not finite a scale that is not, a GPU writes NaN in e4m3."""
