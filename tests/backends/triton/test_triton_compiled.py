@@ -55,7 +55,7 @@ from attnbench.backends.triton.backward import launch as backward
 from attnbench.backends.triton.backward.tiles import tiles_of
 from attnbench.backends.triton import TritonForward, TritonOnePass
 from attnbench.backends.triton.forward.hopper import launch as hopper
-from attnbench.backends.triton.forward.tiles import TILES, TileKey
+from attnbench.backends.triton.forward.tiles import tile_of
 from attnbench.kernels.contract import Inputs
 from attnbench.problem.lengths import Lengths
 from attnbench.problem.lengths_kind import LengthsKind
@@ -63,17 +63,19 @@ from attnbench.problem.lengths_kind import LengthsKind
 hopper._multiprocessors = lambda device: 132
 lengths = torch.empty(9, dtype=torch.int32, device="meta")
 lengths = Lengths("packed", lengths, lengths, 900, 900)
-spec = AttentionSpec.make(batch=8, heads=4, kv_heads=2, seqlen_q=900, head_dim=128, direction="training",
-                          mask=Mask(right=0, alignment="bottom-right"),
+recipe, size, size_v = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+spec = AttentionSpec.make(batch=8, heads=4, kv_heads=2, seqlen_q=900, head_dim=size, head_dim_v=size_v,
+                          direction="training", mask=Mask(right=0, alignment="bottom-right"),
                           lengths=LengthsKind(batch="packed", total_q=3000, total_kv=3000))
-q, k, v = (torch.empty(1, heads, 3000, 128, dtype=torch.bfloat16, device="meta") for heads in (4, 2, 2))
-both = sys.argv[1] == "fp8"
-forward = TritonForward("fp8", TILES[TileKey((9, 0), 128, "causal", False)]) if both else TritonOnePass()
+q, k, v, grad = (torch.empty(1, heads, 3000, each, dtype=torch.bfloat16, device="meta")
+                 for heads, each in ((4, size), (2, size), (2, size_v), (4, size_v)))
+both = recipe != "onepass"
+forward = TritonForward(recipe, tile_of(spec, (9, 0), per_key=False)) if both else TritonOnePass()
 with compiling() as made:
     operands = forward.prepare(Inputs(q, k, v, lengths), spec)
     result = forward.run(operands)
     if both:
-        backward.launch(spec, operands.q, operands.k, operands.v, result.out, result.lse, torch.empty_like(q),
+        backward.launch(spec, operands.q, operands.k, operands.v, result.out, result.lse, grad,
                         lambda spec, size, device: tiles_of(spec, size, (9, 0), False), False, lengths)
 assert max(each.metadata.shared for each in made) <= SHARED_MEMORY
 hoppers = [each for each in made if each.metadata.name.endswith("_hopper")]
@@ -83,16 +85,20 @@ print(json.dumps([each.metadata.name for each in hoppers]))
 
 
 @pytest.mark.parametrize(
-    ("forward", "kernels"),
+    ("recipe", "size", "size_v", "backward"),
     [
-        ("fp8", ["triton_fp8_attention_forward_hopper", "all_gradients_hopper"]),
+        ("fp8", 128, 128, ["all_gradients_hopper"]),
         # What Q of 16 bits changes is compiled in test_triton_hopper.py as well.
-        pytest.param("onepass", ["triton_fp8_attention_forward_hopper"], marks=pytest.mark.exhaustive),
+        pytest.param("onepass", 128, 128, [], marks=pytest.mark.exhaustive),
+        pytest.param("fp8-head", 192, 128, ["all_gradients_in_pieces_hopper"], marks=pytest.mark.exhaustive),
+        pytest.param("fp8-head", 96, 80, ["all_gradients_in_pieces_hopper"], marks=pytest.mark.exhaustive),
     ],
-    ids=["fp8", "onepass"],
 )
-def test_the_kernels_of_a_packed_batch_compile(forward: str, kernels: list[str], tmp_path: Path) -> None:
-    assert json_output_of(PACKED, forward, folder=tmp_path) == kernels
+def test_the_kernels_of_a_packed_batch_compile(
+    recipe: str, size: int, size_v: int, backward: list[str], tmp_path: Path
+) -> None:
+    made = json_output_of(PACKED, recipe, str(size), str(size_v), folder=tmp_path)
+    assert made == ["triton_fp8_attention_forward_hopper", *backward]
 
 
 # The plain kernels over tokens, for sequences of each length on stdin in json.
