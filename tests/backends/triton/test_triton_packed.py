@@ -184,7 +184,7 @@ def test_sequences_are_isolated_when_the_plain_kernel_uses_a_hopper_tile(kind: t
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("what", [torch.nan, torch.inf])
+@pytest.mark.parametrize("what", [torch.nan, pytest.param(torch.inf, marks=pytest.mark.exhaustive)])
 @by_pair
 def test_nonfinite_values_stay_in_their_sequence(pair: Pair, what: float) -> None:
     """Before it and behind it, where a block of keys or of queries goes on into it."""
