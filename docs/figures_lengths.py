@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from figures_models import head_dims
+
 from attnbench.harness.formatting import number
 from attnbench.harness.report.alternatives import sequences_key
 from attnbench.harness.report.sentences import fastest
@@ -98,7 +100,7 @@ def _costs(layouts: dict[str, list[Measurement]]) -> list[str]:
     padded = _best([*layouts.get("padded", []), *layouts.get("left-padded", [])])
     others = [_ms(exact), _ms(narrow), ratio, _ms(padded), _ms(_best(layouts.get("dense", [])))]
     gpu = layouts["packed"][0].environment.device_name.removeprefix("NVIDIA ").partition(" ")[0]
-    return [gpu, documents, heads, str(spec.head_dim), spec.direction, *others]
+    return [gpu, documents, heads, head_dims(spec), spec.direction, *others]
 
 
 def _best(rows: list[Measurement], fp8: bool | None = None) -> Measurement | None:

@@ -67,15 +67,19 @@ def _of_device(folder: Path, known: Registry, layers: Layers) -> str:
     return "\n\n".join([device, versions, _table(_SUMMARY, summary), _table(_HEADERS, lines)])
 
 
+def head_dims(spec: AttentionSpec) -> str:
+    """The head dimension, with V's behind it where that is another."""
+    return str(spec.head_dim) if spec.head_dim_v == spec.head_dim else f"{spec.head_dim} ({spec.head_dim_v})"
+
+
 def _layer(spec: AttentionSpec, names: Sequence[str]) -> list[str]:
     heads = str(spec.heads) if spec.kv_heads == spec.heads else f"{spec.heads}/{spec.kv_heads}"
-    width = str(spec.head_dim) if spec.head_dim_v == spec.head_dim else f"{spec.head_dim} ({spec.head_dim_v})"
     kind = spec.mask.kind
     if spec.mask.left is not None:
         kind = f"window {spec.mask.left + 1}" if spec.mask.right == 0 else f"{spec.mask.left} around"
     if spec.softcap:
         kind += f", cap {spec.softcap:g}"
-    return [", ".join(map(_plain, names)), heads, width, kind, f"{spec.seqlen_q:,}"]
+    return [", ".join(map(_plain, names)), heads, head_dims(spec), kind, f"{spec.seqlen_q:,}"]
 
 
 def _cells(rows: Rows, known: Registry) -> tuple[str, str]:

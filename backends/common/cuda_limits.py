@@ -1,4 +1,4 @@
-"""What kernels of torch's on CUDA cannot do, nor those of the libraries that they were taken from."""
+"""What torch's CUDA kernels cannot do, nor those of the libraries that torch took them from."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ def cuda_refusals(spec: AttentionSpec, device: Device) -> list[str]:
 
 
 def entry_refusals(spec: AttentionSpec, device: Device, kv_heads: int) -> list[str]:
-    """More elements of a batch entry than a kernel counts in 32 bits; ``kv_heads``: those that it reads.
+    """For a kernel that counts the elements of a batch entry in 32 bits: that there are more.
 
-    On an H200 (torch 2.11), with 2.2·10⁹ elements (270,336 keys, 64 heads of 128, the heads of a token side by side),
-    ``sdpa-efficient`` and ``flex`` read memory that is not theirs; ``sdpa-efficient`` is also wrong, and says nothing,
-    in every head that begins 2³² elements behind the first (131,072 keys and 128 heads of 576).
+    ``kv_heads``: heads of K and V as the kernel reads them.  Seen on an H200 with torch 2.11: of 2.2·10⁹ elements
+    (270,336 keys, 64 heads of 128, the heads of a token side by side) ``sdpa-efficient`` and ``flex`` read memory
+    outside the tensors; ``sdpa-efficient`` returned wrong results without an error for every head that begins 2³²
+    elements behind the first (131,072 keys, 128 heads of 576).
     """
     packed = spec.lengths is not None and spec.lengths.batch == "packed"
     queries, keys = spec.tokens if packed else (spec.seqlen_q, spec.seqlen_kv)

@@ -162,16 +162,21 @@ def test_the_gap_of_a_training_run_is_that_of_its_rows() -> None:
 def test_what_choosing_saves_comes_from_the_table_that_ships() -> None:
     table = Table.load(ROOT / "attnbench/tables/nvidia-h200.json")
     columns = [(fp8, direction) for fp8 in (False, True) for direction in ("forward", "training")]
-    truths = {
-        (row.backend, fp8, row.direction): f"{1 + row.slow_down:.2f}, {1 + row.worst:.2f}"
+    found = {
+        (row.backend, fp8, row.direction): row
         for fp8 in (False, True)
         for row in against_fixed(table, registry(), Asked(fp8))
     }
-    shown = [found for line in README if (found := ALWAYS.fullmatch(line))]
+    truths = {key: f"{1 + row.slow_down:.2f}, {1 + row.worst:.2f}" for key, row in found.items()}
+    shown = [each for line in README if (each := ALWAYS.fullmatch(line))]
     for each in shown:
         cells = [cell.strip() for cell in each[3].split("|")[1:]]
         assert cells == [truths.get((each[1] or each[2], *column), "") for column in columns]
     assert len(shown) >= 8
+    judged = re.search(r"`fa3` \(with `fa4`'s backward\) at (\d+) of (\d+) shapes in training", " ".join(README))
+    assert judged
+    of_fa3 = found["fa3", False, "training"]
+    assert judged.groups() == (str(of_fa3.serves), str(of_fa3.specs))
 
 
 def test_the_fresh_regret_is_that_of_the_coverage_table() -> None:

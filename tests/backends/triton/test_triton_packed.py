@@ -144,6 +144,8 @@ def test_each_sequence_has_the_gradients_that_it_has_alone(
         (LENGTHS, Mask(right=0, alignment=END), TritonForward("fp8", PERSISTENT), {"heads": (2, 1)}),
         (LENGTHS, Mask(right=0, alignment=END), TritonForward("fp8", PERSISTENT), {"heads": (2, 1), "head_dim_v": 80}),
         (LENGTHS, Mask(60, 20, END), TritonForward("fp8-head", PERSISTENT), {"heads": (2, 1), "head_dim": 192}),
+        (SQUARE, Mask(right=0), TritonForward("fp8-head", PERSISTENT), {"heads": (2, 1), "head_dim": 192}),
+        (LENGTHS, Mask(), TritonForward("fp8-head", PERSISTENT), {"heads": (2, 1), **WIDE}),
         (SQUARE, Mask(right=0), TritonForward("fp8-head", PERSISTENT), {"head_dim": 80, "head_dim_v": 96}),
         (SQUARE, Mask(right=0), TritonForward("fp8-head", LONE), {"heads": (2, 2)}),
         (SQUARE, Mask(right=0), TritonForward("fp8-head", LONE), {"heads": (2, 2), "padding": "left"}),
@@ -163,7 +165,7 @@ def test_hopper_kernels_give_each_sequence_the_result_that_it_has_alone(
 ) -> None:
     """dQ is added up in bf16 in the order in which programs come.
 
-    With 128 columns under a mask: elsewhere one sequence has P scaled up, and so rounded to other bits.
+    Of problems whose P is scaled up for one sequence as for several, or for neither: else it is rounded to other bits.
     """
     sizes = WIDE if how is None else {"head_dim": 128, "head_dim_v": 128, **how}
     batch = Documents(lengths, mask, **sizes)
