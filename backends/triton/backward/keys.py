@@ -25,7 +25,7 @@ import triton.language as tl
 
 from ..arithmetic import bound, probabilities, product, steps, store_turned, to_bf16, to_e4m3, visible
 from ..tile_rows import ROW, scale_of_keys
-from .place import block_and_head
+from .place import block_and_head, query_heads
 
 __all__ = ["key_gradients"]
 
@@ -195,9 +195,10 @@ def key_gradients(
     stages: tl.constexpr,
     aligned: tl.constexpr,
 ):
-    """dK (B, Hkv · shares, Skv, D) and dV of one block of keys and ``group`` query heads of a key head, contiguous.
+    """dK (B, Hkv · shares, Skv, D) and dV of one block of keys and a share of its query heads, contiguous.
 
-    A key head has ``shares`` times as many query heads, whose dK and dV are to be summed (``shares.summed``).
+    The ``group`` query heads of a key head have so many ``shares``, whose dK and dV are to be summed
+    (``shares.summed``).
     ``of_k`` and ``of_v``: which of the two.  Wide heads take one kernel for each, because the sums of both fill the
     registers; S is then computed twice, and each kernel keeps twice as many keys.  ``rest``: columns of Q and K behind
     ``head_dim``, if the two are not one power of two; for those are descriptors of their own.
@@ -262,8 +263,9 @@ def key_gradients(
     factor = exponent
     if not k_varies:
         factor *= k_own
-    for member in range(group):
-        head = share * group + member
+    first_head, heads = query_heads(share, group, shares)
+    for member in range(bound(heads)):
+        head = first_head + member
         if not q_varies:
             # dK so far is in units of the last head's descale.
             following = tl.load(rows + 2 * plane + head.to(tl.int64) * padded_q + q_slot)

@@ -88,7 +88,7 @@ def _for_keys_plain(
         spec.kv_heads, extent.seqlen_q, extent.seqlen_kv, layout.padded_q, layout.padded_kv,
         spec.head_dim, spec.head_dim_v, layout.scale, layout.exponent, layout.before, layout.after,
         spec.softcap * LOG2E,
-        spec.group // shares, shares, m, n, layout.head_dim, layout.rest, dv, "k" in of, "v" in of, *layout.kinds,
+        spec.group, shares, m, n, layout.head_dim, layout.rest, dv, "k" in of, "v" in of, *layout.kinds,
         narrow, PEAK, BLOCK, tile.stages, layout.aligned,
     )  # fmt: skip
     grid = extent.tiles("kv", n), extent.entries * spec.kv_heads * shares, 1

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import triton
 import triton.language as tl
 
-__all__ = ["AT_ONCE", "block_and_head", "in_order"]
+__all__ = ["AT_ONCE", "block_and_head", "in_order", "query_heads"]
 
 AT_ONCE = tl.constexpr(128)  # programs, each with a Hopper multiprocessor to itself: an H100 and an H200 have 132
 
@@ -27,6 +27,18 @@ def block_and_head():
     width = tl.minimum(section, heads - before)
     number -= before * blocks
     return number // width, before + number % width
+
+
+@triton.jit
+def query_heads(share, group: tl.constexpr, shares: tl.constexpr):
+    """The first query head of a share of a key head's ``group``, and how many it has: the last may have fewer."""
+    each: tl.constexpr = (group + shares - 1) // shares
+    lacking: tl.constexpr = each * shares - group
+    first, count = share * each, each
+    if lacking > 0:
+        first -= share // shares * lacking
+        count = each - (share % shares + 1) // shares * lacking  # no function, for Gluon has its own
+    return first, count
 
 
 def in_order(blocks: int, heads: int) -> Iterator[int]:

@@ -39,9 +39,14 @@ def shares_of(layout: Layout, block: int) -> int:
         return 1
     queries = [_queries(layout, key, min(key + block, spec.seqlen_kv)) for key in range(0, spec.seqlen_kv, block)]
     heads = -(-programs // len(queries))
-    divisors = [each for each in range(1, max(_MOST // programs, 1) + 1) if spec.group % each == 0]
-    times = {each: _time(queries, heads, spec.group, each) for each in divisors}
+    most = max(_MOST // programs, 1)
+    times = {each: _time(queries, heads, spec.group, each) for each in _parts(spec.group) if each <= most}
     return next(each for each, time in times.items() if time <= _ENOUGH * min(times.values()))
+
+
+def _parts(group: int) -> list[int]:
+    """In how many shares of as many query heads each, but for the last, which may have fewer, a group can be."""
+    return sorted({-(-group // each) for each in range(1, group + 1)})
 
 
 def _queries(layout: Layout, key: int, end: int) -> int:
@@ -57,7 +62,7 @@ def _time(queries: list[int], heads: int, group: int, shares: int) -> float:
     more = _START if shares == 1 else _START + _WRITE
     ends = [0.0] * AT_ONCE.value
     for block in in_order(len(queries), heads * shares):
-        heapq.heapreplace(ends, ends[0] + queries[block] * group / shares + more)
+        heapq.heapreplace(ends, ends[0] + queries[block] * -(-group // shares) + more)
     return max(ends) + (0 if shares == 1 else _SUMS)
 
 

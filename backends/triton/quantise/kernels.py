@@ -68,11 +68,17 @@ def _exists(job, size, number):
 
 
 @triton.jit
+def _stride(stride, job):
+    """A stride of the tensor; where ``job.eights`` says so, one that the compiler knows to be a multiple of 8."""
+    return stride if job.eights is None else stride // 8 * 8
+
+
+@triton.jit
 def _places(job, row, d):
     """Where the elements (row, d) of a tile lie, from its first: in 32 bits, which take half the registers, or 64."""
     if job.far is not None:
         row, d = row.to(tl.int64), d.to(tl.int64)
-    return row[:, None] * job.stride_s + d[None, :] * job.stride_d
+    return row[:, None] * _stride(job.stride_s, job) + d[None, :] * job.stride_d
 
 
 @triton.jit
@@ -114,8 +120,8 @@ def _values(
     Zero where not ``inside``.  Numbers of 16 bits stay such while a scale is looked for: half as many registers.
     """
     # 64 bits for what may lie far away; within a tile 32 mostly do.
-    x = job.x + batch.to(tl.int64) * job.stride_b + head.to(tl.int64) * job.stride_h
-    x += start.to(tl.int64) * job.stride_s
+    x = job.x + batch.to(tl.int64) * _stride(job.stride_b, job) + head.to(tl.int64) * _stride(job.stride_h, job)
+    x += start.to(tl.int64) * _stride(job.stride_s, job)
     d = tl.arange(0, width)
     mask = inside[:, None]
     if dim != width:

@@ -117,7 +117,7 @@ class Quantisation:
             moved = mean @ signs(x.shape[3], mean.dtype, x.device)
         return Job(
             x, self.rows, self.transposed, self.descale, None if partial is None else self._scratch.of(partial),
-            mean, moved, turn, places.factor, tiles, places.slots, places.far, *x.stride(),
+            mean, moved, turn, places.factor, tiles, *places.fixed,
         )  # fmt: skip
 
 

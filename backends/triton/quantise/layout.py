@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from itertools import accumulate
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -94,8 +95,7 @@ class Places(NamedTuple):
     partial: Part | None
     signs: Tensor | None
     factor: float | None
-    slots: int | None  # tokens of a head's slots, where sequences have lengths of their own
-    far: int | None  # 1 or None, which Triton makes constants
+    fixed: tuple[int | None, ...]  # a job's numbers behind its table; 1 and None become constants in Triton
     begins: tuple[int | None, int | None, int, int | None]
     rest: tuple[Any, ...]
     stored: Form | None
@@ -259,11 +259,15 @@ def _places(
     )
     begins = rows_begin, transposed_begin, descale.begin, magnitudes_begin
     far = 1 if reach >= 2**31 else None
-    rest = None, None, None if turn is None else turn.data_ptr(), factor, None, slots, far, *outline.stride
+    # Triton knows of multiples of 16, and would load the numbers of a head of 72 one by one.
+    common = gcd(*outline.stride[:3])
+    eights = 1 if common % 8 == 0 and common % 16 else None
+    fixed = slots, far, eights, *outline.stride
+    rest = None, None, None if turn is None else turn.data_ptr(), factor, None, *fixed
     stored = None
     if rows is not None and recipe.granularity != "block" and not outline.smooth:
         stored = Form(rows, descale, recipe.granularity, turn is not None)
-    return Places(rows, transposed, descale, magnitudes, turn, factor, slots, far, begins, rest, stored)
+    return Places(rows, transposed, descale, magnitudes, turn, factor, fixed, begins, rest, stored)
 
 
 def _block_warps(outlines: Sequence[Outline], recipe: Recipe, block: int, otherwise: int) -> int:

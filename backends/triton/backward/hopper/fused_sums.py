@@ -8,6 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...tile_rows import ROW as TABLE_ROW
 from ..layout import BLOCK
+from ..place import query_heads
 from .fused_pieces import (
     add_dq,
     add_products,
@@ -77,8 +78,9 @@ def load(
     span = span_of_queries(first_key, seqlen_q, seqlen_kv, before, after, block_m, left, right)
     first, blocks = span[0], span[3]
     turns = 0
-    for member in range(group):
-        row = (share * group + member) * given.padded_q + q_slot + first
+    first_head, heads = query_heads(share, group, shares)
+    for member in range(heads):
+        row = (first_head + member) * given.padded_q + q_slot + first
         for _step in range(blocks):
             slot, phase = turns & 1, (turns >> 1) & 1 ^ 1
             # The slot's last block has its dS: nothing reads its e4m3 tiles any more.
@@ -181,7 +183,8 @@ def sum_up(
     unmasked: gl.constexpr = scaled_up and len(given.keys) == 1 and not (left or right)
     # Whether Q's descale is loaded at every turn, though a head has one: faster with more than four query heads or a
     # window, and slower with fewer; of sequences of unequal length it is as fast.
-    by_turn: gl.constexpr = group > 1 and not scaled_up and (left or group > 4 or tiles is not None)
+    each: gl.constexpr = (group + shares - 1) // shares
+    by_turn: gl.constexpr = each > 1 and not scaled_up and (left or each > 4 or tiles is not None)
     share = block_and_head()[1]
     first_key, queries, seqlen_q, seqlen_kv, before, after, q_slot, dq_top, at, k_place = _where(
         given, tiles, share, shares, aligned, dq_in_place
@@ -198,9 +201,10 @@ def sum_up(
     dk = sums_of_keys(given.wide_queries)
     if with_values:
         dv = sums_of_keys(given.wide_grads)
-    turns, last_row, blocks_of_all = 0, 0, group * blocks
-    if group > 1:
-        of_head = share * group * given.padded_q + q_slot
+    first_head, heads = query_heads(share, group, shares)
+    turns, last_row, blocks_of_all = 0, 0, heads * blocks
+    if each > 1:
+        of_head = first_head * given.padded_q + q_slot
         row = of_head + first
     # Before the first block there is none whose dS to multiply: zeros, with the queries that are there.
     given.score_grads.index(1).slice(which * ROWS, ROWS, 0).store(gl.zeros([ROWS, block_m], gl.bfloat16, s_layout))
@@ -220,11 +224,11 @@ def sum_up(
     s = warpgroup_mma_wait(0, [s])
     mbarrier.wait(given.wide.index(0), 0)
     if scaled_up:
-        query = share * group * given.padded_q + q_slot + first
+        query = first_head * given.padded_q + q_slot + first
         grad_factor = gl.load(given.factors + (query >> _SHARED))
         q_own = gl.load(given.row_values + 2 * given.plane + query)
     elif not by_turn:
-        q_own = gl.load(given.row_values + 2 * given.plane + share * group * given.padded_q + q_slot)
+        q_own = gl.load(given.row_values + 2 * given.plane + first_head * given.padded_q + q_slot)
     if not by_turn:
         own_factor = factor * q_own
     if unmasked:  # this barrier, and one where the first turn adds nothing, save Triton two in every turn
@@ -232,7 +236,7 @@ def sum_up(
     # One loop for all query heads, and one unit for the dK of all: loops in each other, and a dK that is rescaled where
     # the next head begins, spill registers.  Of one head alone that took up to 1.08 of the time on an H100.
     for step in range(blocks_of_all):
-        if group == 1:
+        if each == 1:
             start = first + step * block_m
             row = share * given.padded_q + q_slot + start
         else:
@@ -255,7 +259,7 @@ def sum_up(
             s = warpgroup_mma_wait(2, [s])  # waits for nothing, but no exponential is computed before it
         base = given.bases.index(slot).load(gl.SliceLayout(0, s_layout))
         p = gl.exp2(s * own_factor - base[None, :])
-        if group > 1:
+        if each > 1:
             start = row - of_head
         if left or right or ragged:  # noqa: SIM102 (where no block has an edge, there is no branch)
             if (start < whole) | (start >= parted):
@@ -280,7 +284,7 @@ def sum_up(
         mbarrier.wait(given.grads_made.index(other), other_phase)
         dq = query_products(given, other, which, with_values)
         # After the last block its own scores are computed again, and nothing reads them.
-        if group == 1:
+        if each == 1:
             next_turns = gl.where(step == blocks - 1, turns, turns + 1)
         else:
             next_turns = gl.minimum(turns + 1, blocks_of_all - 1)
@@ -294,7 +298,7 @@ def sum_up(
             gl.thread_barrier()
         s = warpgroup_mma_wait(0, [s])
         last_row = dq_top + start if dq_in_place else row
-        if group == 1:
+        if each == 1:
             turns += 1
         else:
             row += block_m
@@ -304,7 +308,7 @@ def sum_up(
                 if not by_turn:
                     place = given.row_values + 2 * given.plane + of_head
                     own_factor = factor * gl.load(place, mask=step + 1 < blocks_of_all, other=1.0)
-    if group > 1:
+    if each > 1:
         turns = blocks_of_all
     last = (turns - 1) & 1
     ds = given.score_grads.index(last).slice(which * ROWS, ROWS, 0)
@@ -327,7 +331,7 @@ def sum_up(
     if by_turn:
         over, under = given.exponent, factor
     else:
-        over, under = q_own if group == 1 and shares == 1 else 1.0, k_own
+        over, under = q_own if group == 1 else 1.0, k_own
     if not with_values:
         dv = ()
     _store(which, given, dk, dv, over, under, at, first_key + which * ROWS, seqlen_kv, queries, tiles, rotated)

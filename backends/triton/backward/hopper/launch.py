@@ -139,7 +139,7 @@ def _all(layout: Layout, dtype: torch.dtype, shares: int) -> tuple[tuple[Describ
     constants = (
         *layout.k_steps[:2],
         spec.kv_heads, extent.seqlen_q, extent.seqlen_kv, layout.padded_q, layout.padded_kv, layout.plane,
-        spec.head_dim, spec.head_dim_v, layout.exponent, layout.before, layout.after, spec.group // shares, shares,
+        spec.head_dim, spec.head_dim_v, layout.exponent, layout.before, layout.after, spec.group, shares,
         *layout.edges, unequal or spec.seqlen_kv % KEPT != 0, *_ends(layout, narrow=False), layout.aligned,
         layout.keys_in_place, unequal and layout.summed_in_place, layout.scaled_up,
     )  # fmt: skip
@@ -163,7 +163,7 @@ def _in_pieces(layout: Layout, dtype: torch.dtype, shares: int) -> tuple[tuple[D
     constants = (
         *layout.k_steps[:2],
         spec.kv_heads, extent.seqlen_q, extent.seqlen_kv, layout.padded_q, layout.padded_kv, layout.plane,
-        spec.head_dim, spec.head_dim_v, layout.exponent, layout.before, layout.after, spec.group // shares, shares,
+        spec.head_dim, spec.head_dim_v, layout.exponent, layout.before, layout.after, spec.group, shares,
         *layout.edges, unequal or spec.seqlen_kv % KEPT != 0, with_values, registers()[1], layout.aligned,
         layout.scaled_up,
     )  # fmt: skip
