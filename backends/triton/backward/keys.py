@@ -195,10 +195,9 @@ def key_gradients(
     stages: tl.constexpr,
     aligned: tl.constexpr,
 ):
-    """dK (B, Hkv · shares, Skv, D) and dV of one block of keys and a share of its query heads, contiguous.
+    """dK (B, Hkv · shares, Skv, D) and dV of one block of keys and a share of the query heads, contiguous.
 
-    The ``group`` query heads of a key head have so many ``shares``, whose dK and dV are to be summed
-    (``shares.summed``).
+    The ``group`` query heads of a key head are divided into ``shares``; ``shares.summed`` adds up their dK and dV.
     ``of_k`` and ``of_v``: which of the two.  Wide heads take one kernel for each, because the sums of both fill the
     registers; S is then computed twice, and each kernel keeps twice as many keys.  ``rest``: columns of Q and K behind
     ``head_dim``, if the two are not one power of two; for those are descriptors of their own.

@@ -31,13 +31,17 @@ def block_and_head():
 
 @triton.jit
 def query_heads(share, group: tl.constexpr, shares: tl.constexpr):
-    """The first query head of a share of a key head's ``group``, and how many it has: the last may have fewer."""
+    """The first query head of a share, and how many it has.
+
+    A key head's ``group`` query heads are divided into ``shares`` of one size; the last may be smaller.  Kernels in
+    Gluon, which has functions of its own, call this too, so it computes with operators alone.
+    """
     each: tl.constexpr = (group + shares - 1) // shares
     lacking: tl.constexpr = each * shares - group
     first, count = share * each, each
     if lacking > 0:
         first -= share // shares * lacking
-        count = each - (share % shares + 1) // shares * lacking  # no function, for Gluon has its own
+        count = each - (share % shares + 1) // shares * lacking
     return first, count
 
 

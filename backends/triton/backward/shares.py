@@ -45,7 +45,7 @@ def shares_of(layout: Layout, block: int) -> int:
 
 
 def _parts(group: int) -> list[int]:
-    """In how many shares of as many query heads each, but for the last, which may have fewer, a group can be."""
+    """The numbers of shares that a group can be divided into, all of one size but the last, which may be smaller."""
     return sorted({-(-group // each) for each in range(1, group + 1)})
 
 

@@ -22,7 +22,7 @@ class Job(NamedTuple):
     tiles: Any  # the table of ``tile_map`` with this side's tokens as both sides'; None where all lengths are alike
     slots: Any  # tokens of a head's slots, a multiple of PADDING; None where all lengths are alike
     far: Any  # None where the elements of a tile lie within 2^31 of each other
-    eights: Any  # 1 where the strides of batch, head and token are multiples of 8, and not all of 16, else None
+    eights: Any  # 1 where the strides of batch, head and token are all multiples of 8 but not all of 16, else None
     stride_b: Any
     stride_h: Any
     stride_s: Any

@@ -259,7 +259,7 @@ def _places(
     )
     begins = rows_begin, transposed_begin, descale.begin, magnitudes_begin
     far = 1 if reach >= 2**31 else None
-    # Triton knows of multiples of 16, and would load the numbers of a head of 72 one by one.
+    # Triton learns of an argument only whether it is a multiple of 16: of a stride of 72 it loads number by number.
     common = gcd(*outline.stride[:3])
     eights = 1 if common % 8 == 0 and common % 16 else None
     fixed = slots, far, eights, *outline.stride

@@ -72,12 +72,15 @@ def prepared_problem(spec: AttentionSpec, rotation: str = "none") -> tuple[Saved
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "backward"), [*((each, "triton:fp8") for each in (64, 128, 192, 256)), (256, "triton:fp8-all")]
+    ("head_dim", "backward"), [*((each, "triton:fp8") for each in (64, 96, 128, 192, 256)), (256, "triton:fp8-all")]
 )
-def test_shares_of_a_group_sum_to_its_gradients(head_dim: int, backward: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("heads", [13, 16])
+def test_shares_of_a_group_sum_to_its_gradients(
+    head_dim: int, backward: str, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Against the same kernel with all query heads of the only key head in one program."""
     q, k, v, grad = (
-        torch.randn(1, heads, 4096, head_dim, device=DEVICE, dtype=torch.bfloat16) for heads in (16, 1, 1, 16)
+        torch.randn(1, each, 4096, head_dim, device=DEVICE, dtype=torch.bfloat16) for each in (heads, 1, 1, heads)
     )
     leaves = [each.requires_grad_() for each in (q, k, v)]
     taken: list[int] = []

@@ -128,9 +128,9 @@ def all_gradients_hopper(
     rotated: gl.constexpr, registers: gl.constexpr, aligned: gl.constexpr, keys_in_place: gl.constexpr,
     dq_in_place: gl.constexpr, scaled_up: gl.constexpr,
 ):  # fmt: skip
-    """dK (B, Hkv · shares, Skv, D) and dV of 128 keys and a share of its query heads, and their part of dQ.
+    """dK (B, Hkv · shares, Skv, D) and dV of 128 keys and a share of the query heads, and their part of dQ.
 
-    The ``group`` query heads of a key head have so many ``shares``, whose dK and dV are summed by ``shares.summed``.
+    The ``group`` query heads of a key head are divided into ``shares``; ``shares.summed`` adds up their dK and dV.
     ``dq_sums`` in bf16 is added to: dQ, rotated if Q was, (B·H, padded Sq, padded D) or as it is returned.  ``factors``
     turn dO·v of the e4m3 numbers into the units of delta, in which dQ is dS · K of the e4m3 numbers; where P is
     ``scaled_up`` by dO's descale, a head has one of them.  ``ragged``: the last program's keys are fewer.  ``tiles``:
@@ -187,7 +187,7 @@ def all_gradients_in_pieces_hopper(
     group: gl.constexpr, shares: gl.constexpr, left: gl.constexpr, right: gl.constexpr, ragged: gl.constexpr,
     with_values: gl.constexpr, registers: gl.constexpr, aligned: gl.constexpr, scaled_up: gl.constexpr,
 ):  # fmt: skip
-    """dK and, ``with_values``, dV of 128 keys and a share of its query heads, and their part of dQ.
+    """dK and, ``with_values``, dV of 128 keys and a share of the query heads, and their part of dQ.
 
     Arguments as of ``all_gradients_hopper``; ``more_...`` read or add to the second piece.  Without dV, V and dO
     are in one piece, and nothing reads ``more_v``, ``more_do``, ``do_wide`` and ``more_do_wide``.  With a table all

@@ -181,9 +181,9 @@ def sum_up(
     # How fast a turn is depends on where the compiler puts exponentials among the products that it starts.  Measured on
     # an H200: without a mask it is best if one warpgroup starts all products first, and under a mask if neither does.
     unmasked: gl.constexpr = scaled_up and len(given.keys) == 1 and not (left or right)
+    each: gl.constexpr = (group + shares - 1) // shares  # query heads of a share, but perhaps of the last
     # Whether Q's descale is loaded at every turn, though a head has one: faster with more than four query heads or a
     # window, and slower with fewer; of sequences of unequal length it is as fast.
-    each: gl.constexpr = (group + shares - 1) // shares
     by_turn: gl.constexpr = each > 1 and not scaled_up and (left or each > 4 or tiles is not None)
     share = block_and_head()[1]
     first_key, queries, seqlen_q, seqlen_kv, before, after, q_slot, dq_top, at, k_place = _where(
