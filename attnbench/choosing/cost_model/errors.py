@@ -21,8 +21,8 @@ __all__ = ["ErrorModel", "summed"]
 
 # Standard deviations above the expected logarithm that an error stays below with 95 % confidence.  1.65 would do if the
 # errors had a normal distribution, but rare inputs have larger ones.  Of 194 FP8 errors beyond 8,192 tokens, in the
-# table of an H200, 186 stayed below what those up to there predict, grown as kernels declare; with 2.5 it was 180.
-_DEVIATIONS = 2.9
+# table of an H200, 185 stayed below what those up to there predict, grown as kernels declare; with 2.5 it was 179.
+_DEVIATIONS = 3.0
 # The spread of log2 errors about a fit before anything was measured, for 8 and for 16 bits, and how many measurements
 # that counts for.  On an H200 the spreads of fits were 0.01 to 0.2.
 _SPREAD_FP8, _SPREAD, _PRIOR_WEIGHT = 0.12, 0.03, 10.0
@@ -34,14 +34,15 @@ _LEAST, _MOST = 1e-9, 1e3  # errors are counted as if between them: neither 0 no
 class ErrorModel:
     """The error of each plan as a function of the spec, fitted to entries of one or more tables.
 
-    The logarithm of the error is linear in the logarithms of head dimension and keys (of the longest sequence), and
-    another with a mask than without, and with sequences of unequal length; batch, heads and grouping do not matter.  A
-    plan of one direction and type has one such Bayesian regression for each input family, over all classes (Gelman et
-    al., Bayesian Data Analysis, chapter 14).  What it leaves over is how inputs and shapes differ: the fewer the
-    measurements and the more they differ, the wider the distribution of the next error.  Below the fewest measured
-    keys the error is that at the fewest.  Beyond the most it goes on to grow, as on outliers, of which more tokens have
-    larger ones (H200: 1.03 to 1.25 a doubling), but not to fall.  Of 225 FP8 errors of more than 8,192 tokens there
-    79 were above what those of fewer predict if it stays, 36 if it grows as kernels declare, 10 if it does both.
+    The logarithm of the error is linear in the logarithms of head dimension and of the keys that a query sees, in the
+    mean over the longest sequence: a window shows few, however long that is.  It is another with a mask than without,
+    and with sequences of unequal length; batch, heads and grouping do not matter.  A plan of one direction and type has
+    one such Bayesian regression for each input family, over all classes (Gelman et al., Bayesian Data Analysis, chapter
+    14).  What it leaves over is how inputs and shapes differ: the fewer the measurements and the more they differ, the
+    wider the distribution of the next error.  Below the fewest measured keys the error is that at the fewest.  Beyond
+    the most it goes on to grow, as on outliers, of which more tokens have larger ones (H200: 1.03 to 1.20 a doubling),
+    but not to fall.  Of 194 FP8 errors of more than 8,192 tokens there 60 were above what those of fewer predict if it
+    stays, 23 if it grows as kernels declare, 9 if it does both.
     """
 
     def __init__(self, entries: Iterable[Entry]) -> None:
@@ -114,8 +115,9 @@ class _Fit:
 
 def _place(spec: AttentionSpec) -> tuple[float, ...]:
     """What an error depends on: a constant, doublings of the head dimensions from 128, a mask, unequal lengths,
-    doublings of the keys from 2,048.
+    doublings of the keys that a query sees from 2,048.
     """
     dims = math.log2(spec.head_dim * spec.head_dim_v) / 2 - 7
     masked, unequal = float(spec.mask.kind != "none"), float(spec.lengths is not None)
-    return 1.0, dims, masked, unequal, math.log2(spec.seqlen_kv) - 11
+    seen = max(spec.mask.area(spec.seqlen_q, spec.seqlen_kv) / spec.seqlen_q, 1.0)
+    return 1.0, dims, masked, unequal, math.log2(seen) - 11

@@ -64,6 +64,17 @@ def test_beyond_the_most_measured_keys_the_error_bound_does_not_fall(errors, dou
     assert not falls or beyond == pytest.approx(last, rel=1e-3)
 
 
+def test_a_window_has_the_error_of_the_keys_it_shows():
+    """Long sequences with a narrow window neither have the error of as many keys, nor make that look small."""
+    window, keys = Mask(255, 0), (1024, 4096, 16384)
+    narrow = [entry(spec(mask=window, keys=each), 0.05) for each in keys]
+    full = [entry(spec(mask=Mask(None, 0), keys=each), error_of(spec(keys=each))) for each in keys]
+    (bound, _), (alone, _) = (ErrorModel(each).predict(PLAN, full[-1].spec) for each in (full + narrow, full))
+    longer, _ = ErrorModel(full + narrow).predict(PLAN, spec(mask=window, keys=131072))
+    assert bound > 0.95 * alone
+    assert longer < 0.1
+
+
 @pytest.mark.parametrize(("most", "chance"), [(8192, 0), pytest.param(16384, 1, marks=pytest.mark.exhaustive)])
 def test_the_shipped_tables_longest_specs_stay_below_the_predicted_and_declared_errors(most, chance):
     """But for 5 %, as bounds are kept with 95 % confidence; of few specs chance may add one."""
