@@ -54,7 +54,7 @@ _SCALES = {
     "sage:int8-fp8": "2 or 32 tokens, INT8, smoothed; V a channel",
     "triton:fp8": "a head, rotated",
     "triton:fp8-head": "a head",
-    "triton:fp8-onepass": "a query, and 256 keys (128 above D = 128)",
+    "triton:fp8-onepass": "a query, and 256 or 128 keys",
     "triton:fp8-pv": "a head, V only",
     "triton:fp8-token": "a token",
     "triton:fp8-token-hadamard": "a token, rotated",

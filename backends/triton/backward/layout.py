@@ -84,7 +84,7 @@ def _lay_out_gradient(
     heads,
     group,
     length,
-    size,
+    size: tl.constexpr,
     plane,
     padded_length,
     factor,
@@ -97,7 +97,11 @@ def _lay_out_gradient(
     write_wide: tl.constexpr,
     fused: tl.constexpr,
     scaled_up: tl.constexpr,
+    eights: tl.constexpr,
 ):
+    if eights:  # of an argument Triton learns by itself only whether it is a multiple of 16
+        grad_batch, grad_head, grad_token = grad_batch // 8 * 8, grad_head // 8 * 8, grad_token // 8 * 8
+        out_batch, out_head, out_token = out_batch // 8 * 8, out_head // 8 * 8, out_token // 8 * 8
     each = tl.program_id(1).to(tl.int64)
     batch, head = each // heads, each % heads
     column = tl.arange(0, padded_size)
@@ -216,7 +220,7 @@ def gradient_plan(
         *[step for x in (of_k, of_v) for step in steps(x.shape, x.strides, batch, spec.kv_heads, keys)[:2]],
         heads, spec.group, length, size, entries * heads * long, long, factor or 0.0,
         LOG2E, larger, whole, pitch, BLOCK, of_v.shape[2] > 1 and not shared, not (narrow or there), fused,
-        scaled_up,
+        scaled_up, math.gcd(*grad[1][:3], *out[0][:3]) % 16 == 8,
     )  # fmt: skip
     dtypes = grad[2], out[1], lse[1], *[x.dtype for x in descales], sequences is None
     # With one register more there is no second program on a multiprocessor, and the pass takes a third longer.

@@ -130,7 +130,7 @@ def query_gradients(
     seqlen_kv,
     padded_q,
     padded_kv,
-    size,
+    size: tl.constexpr,
     scale,
     exponent,
     before,

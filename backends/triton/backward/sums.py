@@ -22,7 +22,7 @@ def finish_query_gradients(
     heads,
     seqlen_q,
     padded_q,
-    size,
+    size: tl.constexpr,
     block_m: tl.constexpr,
     head_dim: tl.constexpr,
     rest: tl.constexpr,

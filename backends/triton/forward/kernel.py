@@ -153,9 +153,9 @@ def triton_fp8_attention_forward(
     seqlen_q, seqlen_kv, head_dim_v, heads, group, programs, section, low, high,
     block_m: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr, block_dv: tl.constexpr,
     stages: tl.constexpr, tma: tl.constexpr, left: tl.constexpr, right: tl.constexpr, tail: tl.constexpr,
-    full_width: tl.constexpr, softcapped: tl.constexpr, negative: tl.constexpr, q_per_token: tl.constexpr,
-    k_per_key: tl.constexpr, v_per_key: tl.constexpr, promotion: tl.constexpr, parts: tl.constexpr,
-    interleaved: tl.constexpr, aligned: tl.constexpr,
+    full_width: tl.constexpr, eights: tl.constexpr, softcapped: tl.constexpr, negative: tl.constexpr,
+    q_per_token: tl.constexpr, k_per_key: tl.constexpr, v_per_key: tl.constexpr, promotion: tl.constexpr,
+    parts: tl.constexpr, interleaved: tl.constexpr, aligned: tl.constexpr,
 ):  # fmt: skip
     """``block_m`` queries of a head.
 
@@ -168,6 +168,8 @@ def triton_fp8_attention_forward(
     memory, ``programs`` is heads, V's keys lie in slots, and all descales have their token's place.  ``aligned``: masks
     begin at the last query and key of a sequence, which is added to ``low`` and ``high``.
     """
+    if eights:  # of an argument Triton learns by itself only whether it is a multiple of 16
+        head_dim_v = head_dim_v // 8 * 8
     blocks = tl.cdiv(seqlen_q, block_m) if tiles is None else tl.load(tiles)
     place = tl.program_id(0)
     if tiles is not None:  # noqa: SIM102 (where all lengths are alike there is no branch)

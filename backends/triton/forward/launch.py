@@ -169,8 +169,7 @@ def laid_out_by_block(
 
     With ``lengths`` they are (B, Hkv, S, 1), each token having its block's.
     """
-    size = read_size(tile, spec.head_dim)
-    operands = loadable(q, size), loadable(k.data, size), v.data
+    operands = loadable(q, spec.head_dim), loadable(k.data, read_size(tile, spec.head_dim)), v.data
     descales = k.descale, k.descale, v.descale
     return _native(spec, tile, operands, descales, v.descale, casting=True, lengths=lengths)
 
@@ -268,8 +267,9 @@ def layout_of(
     slot = max(tile.block_n, PADDING)  # of the tile that V was laid out for, whichever serves
     if not casting:
         tile = _served(spec, tile, any(each.per_token for each in factors), here)
-    size = read_size(tile, spec.head_dim)
-    by_query, by_key = matrix(*q, size), matrix(*k, size)
+    size, itemsize = read_size(tile, spec.head_dim), dtype.itemsize
+    by_query = matrix(*q, spec.head_dim if casting else size, itemsize)
+    by_key = matrix(*k, size, 1 if casting else itemsize)
     assert by_query is not None
     assert by_key is not None
     matrices = by_query, by_key
@@ -326,7 +326,8 @@ def _launch(
         0 if mask.left is None else offset - mask.left, 0 if mask.right is None else offset + mask.right,
         tile.block_m, tile.block_n, size, size_v, tile.stages, tile.tma,
         mask.left is not None, mask.right is not None, unequal or spec.seqlen_kv % tile.block_n != 0,
-        spec.head_dim_v == size_v, spec.softcap > 0, spec.scale < 0, *(each.per_token for each in factors),
+        spec.head_dim_v == size_v, spec.head_dim_v % 16 == 8, spec.softcap > 0, spec.scale < 0,
+        *(each.per_token for each in factors),
         tile.promotion, tile.parts, tile.interleaved, unequal and mask.alignment == "bottom-right",
     )  # fmt: skip
     grid = spec.heads * extent.tiles(tile.block_m), 1, 1

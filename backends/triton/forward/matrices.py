@@ -31,7 +31,7 @@ class Matrix(NamedTuple):
 
 
 def read_size(tile: Tile, head_dim: int) -> int:
-    """How many elements of a row of Q or K the kernel of a tile reads."""
+    """How many elements of a row of Q or K the kernel of a tile reads; where it casts Q, it clears what is behind."""
     return chunks_of(head_dim).size if tile.hopper else padded_size(head_dim)
 
 
@@ -42,26 +42,30 @@ def aligned(x: Tensor) -> bool:
 
 def loadable(x: Tensor, size: int) -> Tensor:
     """x (B, H, S, D), or a copy whose rows are a matrix."""
-    if aligned(x) and matrix(x.shape, x.stride(), size) is not None:
+    if aligned(x) and matrix(x.shape, x.stride(), size, x.element_size()) is not None:
         return x
-    whole = padded(x, rounded_up(x.shape[3], _VECTOR))
+    whole = padded(x, rounded_up(x.shape[3], _VECTOR // x.element_size()))
     return whole.clone(memory_format=torch.contiguous_format)
 
 
 @lru_cache(maxsize=KEPT)
-def matrix(shape: Sequence[int], strides: Sequence[int], size: int) -> Matrix | None:
-    """(B, H, S, D) as a matrix of rows: (B · H · S, D), or (B · S, H · D) if heads lie side by side; else None."""
+def matrix(shape: Sequence[int], strides: Sequence[int], size: int, itemsize: int) -> Matrix | None:
+    """(B, H, S, D) as a matrix of rows: (B · H · S, D), or (B · S, H · D) if heads lie side by side; else None.
+
+    Of a row ``size`` elements are read, of ``itemsize`` bytes each.
+    """
     batch, heads, length, width = shape
     if strides[3] != 1:
         return None
-    stride = strides[2] if length > 1 else rounded_up(width, _VECTOR)
-    if stride % _VECTOR:
+    vector = _VECTOR // itemsize
+    stride = strides[2] if length > 1 else rounded_up(width, vector)
+    if stride % vector:
         return None
     if _steps(shape, strides, heads * length * stride, length * stride, stride) and stride >= width:
         return Matrix(batch * heads * length, width, stride, heads * length, length, 0)
     aside = strides[1] if heads > 1 else width
     # A tile is as wide as the padded size, so what is beside a narrower head would be read as its own.
-    beside = width == size and aside >= width and not aside % _VECTOR and (heads - 1) * aside + width <= stride
+    beside = width == size and aside >= width and not aside % vector and (heads - 1) * aside + width <= stride
     if beside and _steps(shape, strides, length * stride, aside, stride):
         return Matrix(batch * length, (heads - 1) * aside + width, stride, length, 0, aside)
     return None

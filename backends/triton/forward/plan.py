@@ -21,7 +21,7 @@ from ..quantise.layout import Layout as Quantising
 from ..quantise.layout import Outline, Places, layout_of
 from . import launch
 from .launch import Given, Layout, Native, casts
-from .matrices import aligned, matrix, read_size
+from .matrices import aligned, matrix
 from .tiles import Tile
 
 __all__ = ["Plan", "casting_plan", "plan", "values_plan"]
@@ -98,7 +98,7 @@ def casting_plan(
     quantising = layout_of((_wanted(k, own, slots[1]), _values(spec, tile, own, v)), recipe, device, None, tile.block_n)
     of_k, of_v = quantising.places
     layout = None
-    if here and casts(spec, tile, device) and matrix(*q[:2], read_size(tile, spec.head_dim)) is not None:
+    if here and casts(spec, tile, device) and matrix(*q[:2], spec.head_dim, q[2].itemsize) is not None:
         layout = _layout(spec, tile, device, here, True, own, (False,) * 3, q, of_k, of_v, of_k)
     return Plan(quantising, (("kv", slots[1]), slots), layout)
 

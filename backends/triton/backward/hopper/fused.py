@@ -122,8 +122,8 @@ def _start(
 )  # fmt: skip
 def all_gradients_hopper(
     q, do, k, v, q_wide, do_wide, rows, turn, dq_sums, row_values, factors, k_descale, dk_out, dv_out, tiles,
-    k_batch, k_head, kv_heads, seqlen_q, seqlen_kv, padded_q, padded_kv, plane, size, size_v,
-    exponent, before, after,
+    k_batch, k_head, kv_heads, seqlen_q, seqlen_kv, padded_q, padded_kv, plane, size: gl.constexpr,
+    size_v: gl.constexpr, exponent, before, after,
     group: gl.constexpr, shares: gl.constexpr, left: gl.constexpr, right: gl.constexpr, ragged: gl.constexpr,
     rotated: gl.constexpr, registers: gl.constexpr, aligned: gl.constexpr, keys_in_place: gl.constexpr,
     dq_in_place: gl.constexpr, scaled_up: gl.constexpr,
@@ -183,7 +183,8 @@ def all_gradients_hopper(
 def all_gradients_in_pieces_hopper(
     q, more_q, do, more_do, k, more_k, v, more_v, q_wide, more_q_wide, do_wide, more_do_wide, rows,
     dq_sums, more_dq_sums, row_values, factors, k_descale, dk_out, dv_out, tiles,
-    k_batch, k_head, kv_heads, seqlen_q, seqlen_kv, padded_q, padded_kv, plane, size, size_v, exponent, before, after,
+    k_batch, k_head, kv_heads, seqlen_q, seqlen_kv, padded_q, padded_kv, plane, size: gl.constexpr,
+    size_v: gl.constexpr, exponent, before, after,
     group: gl.constexpr, shares: gl.constexpr, left: gl.constexpr, right: gl.constexpr, ragged: gl.constexpr,
     with_values: gl.constexpr, registers: gl.constexpr, aligned: gl.constexpr, scaled_up: gl.constexpr,
 ):  # fmt: skip

@@ -133,8 +133,8 @@ def _sum_up(
 )  # fmt: skip
 def key_gradients_hopper(
     q, do, k, v, q_wide, do_wide, rows, turn, row_values, k_descale, v_descale, dk_out, dv_out,
-    k_batch, k_head, v_batch, v_head, kv_heads, seqlen_q, seqlen_kv, padded_q, padded_kv, plane, size, size_v,
-    scale, exponent, before, after,
+    k_batch, k_head, v_batch, v_head, kv_heads, seqlen_q, seqlen_kv, padded_q, padded_kv, plane,
+    size: gl.constexpr, size_v: gl.constexpr, scale, exponent, before, after,
     group: gl.constexpr, stages: gl.constexpr, left: gl.constexpr, right: gl.constexpr, rotated: gl.constexpr,
     registers: gl.constexpr,
 ):  # fmt: skip

@@ -114,7 +114,8 @@ def _sum_up(
 )  # fmt: skip
 def query_gradients_hopper(
     q, do, k, v, k_wide, turn, row_values, k_descale, v_descale, dq_out,
-    k_batch, k_head, v_batch, v_head, heads, group, seqlen_q, seqlen_kv, padded_q, padded_kv, plane, size,
+    k_batch, k_head, v_batch, v_head, heads, group, seqlen_q, seqlen_kv, padded_q, padded_kv, plane,
+    size: gl.constexpr,
     scale, exponent, before, after,
     stages: gl.constexpr, left: gl.constexpr, right: gl.constexpr, ragged: gl.constexpr, rotated: gl.constexpr,
     registers: gl.constexpr,

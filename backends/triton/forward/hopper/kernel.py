@@ -144,8 +144,8 @@ def _load(
 def _attend(
     which: gl.constexpr, given, tiles, block_n: gl.constexpr, stages: gl.constexpr, left: gl.constexpr,
     right: gl.constexpr, part: gl.constexpr, parts: gl.constexpr, turns: gl.constexpr, full_width: gl.constexpr,
-    chunks: gl.constexpr, chunks_v: gl.constexpr, casting: gl.constexpr, aligned: gl.constexpr,
-    softcapped: gl.constexpr,
+    chunks: gl.constexpr, chunks_v: gl.constexpr, head_dim: gl.constexpr, casting: gl.constexpr,
+    aligned: gl.constexpr, softcapped: gl.constexpr,
 ):  # fmt: skip
     """64 queries of every tile of this program."""
     block_m: gl.constexpr = CONSUMERS * ROWS
@@ -203,7 +203,7 @@ def _attend(
                             given.keys.dtype, [ROWS, given.keys.shape[2]], given.keys.layout
                         )
                     tile = tile + (part_of_tile,)  # noqa: RUF005
-                own = cast_rows(wide, tile, s_layout) * (given.scale * LOG2_E)
+                own = cast_rows(wide, tile, head_dim, s_layout) * (given.scale * LOG2_E)
                 if tiles is not None:
                     own = gl.where(query * 0 + here.keys > 0, own, 1.0)
                 if apart:  # the next tile's may come
@@ -304,9 +304,9 @@ def triton_fp8_attention_forward_hopper(
     q_by_batch, q_by_head, q_aside, k_by_batch, k_by_head, k_aside,
     q_factor_batch, q_factor_head, k_factor_batch, k_factor_head, v_factor_batch, v_factor_head,
     seqlen_q, seqlen_kv, head_dim_v, heads, group, programs, section, low, high,
-    stages: gl.constexpr, chunks: gl.constexpr, chunks_v: gl.constexpr, part: gl.constexpr, turns: gl.constexpr,
-    left: gl.constexpr, right: gl.constexpr, full_width: gl.constexpr, registers: gl.constexpr, aligned: gl.constexpr,
-    softcapped: gl.constexpr,
+    stages: gl.constexpr, head_dim: gl.constexpr, chunks: gl.constexpr, chunks_v: gl.constexpr, part: gl.constexpr,
+    turns: gl.constexpr, left: gl.constexpr, right: gl.constexpr, full_width: gl.constexpr, eights: gl.constexpr,
+    registers: gl.constexpr, aligned: gl.constexpr, softcapped: gl.constexpr,
 ):  # fmt: skip
     """Tiles of 128 queries of a head; each program takes every so many-th, as there are programs.
 
@@ -318,6 +318,8 @@ def triton_fp8_attention_forward_hopper(
     Shapes in shared memory are powers of two, heads are not: the head dimension of Q and K comes in ``chunks`` of the
     width that their descriptors have, V's in ``chunks_v``, and P·V in parts of ``part`` columns.
     """
+    if eights:  # of an argument Triton learns by itself only whether it is a multiple of 16
+        head_dim_v = head_dim_v // 8 * 8
     casting: gl.constexpr = q.dtype != k.dtype
     block_n: gl.constexpr = k.block_type.shape[0]
     block_d: gl.constexpr = k.block_type.shape[1]
@@ -369,8 +371,8 @@ def triton_fp8_attention_forward_hopper(
     # Written out, because a tuple that has a name keeps no constants.
     gl.warp_specialize([
         (_attend, (0, given, tiles, block_n, stages, left, right, part, parts, turns, full_width, chunks, chunks_v,
-                   casting, aligned, softcapped)),
+                   head_dim, casting, aligned, softcapped)),
         (_attend, (1, given, tiles, block_n, stages, left, right, part, parts, turns, full_width, chunks, chunks_v,
-                   casting, aligned, softcapped)),
+                   head_dim, casting, aligned, softcapped)),
         (_load, (given, tiles, block_n, stages, left, right, chunks, chunks_v, casting, aligned)),
     ], [4, 1], [registers, 24])  # fmt: skip

@@ -70,8 +70,9 @@ def launch(
         spec.scale, spec.softcap or 1.0, *places[0], *places[1], *(step for each in steps for step in each[:2]),
         extent.seqlen_q, extent.seqlen_kv, spec.head_dim_v, spec.heads, spec.group, programs, section,
         0 if mask.left is None else offset - mask.left, 0 if mask.right is None else offset + mask.right,
-        tile.stages, chunks.number, chunks_v.number, part_of(tile, spec.head_dim_v), tile.turns,
-        mask.left is not None, mask.right is not None, spec.head_dim_v == chunks_v.size, tile.registers or most,
+        tile.stages, spec.head_dim, chunks.number, chunks_v.number, part_of(tile, spec.head_dim_v), tile.turns,
+        mask.left is not None, mask.right is not None, spec.head_dim_v == chunks_v.size, spec.head_dim_v % 16 == 8,
+        tile.registers or most,
         unequal and mask.alignment == "bottom-right", spec.softcap > 0,
     )  # fmt: skip
     tiles = spec.heads * extent.tiles(BLOCK_M)

@@ -32,11 +32,12 @@ def _divided(x, divisor, inverse):
 
 
 @gluon.jit
-def cast_rows(wide, narrow, layout: gl.constexpr):
+def cast_rows(wide, narrow, head_dim: gl.constexpr, layout: gl.constexpr):
     """Writes the rows of ``wide`` to ``narrow`` in e4m3, and returns what each is to be multiplied by.
 
     Both are chunks of the rows in shared memory, perhaps at the same place.  ``layout`` is that of a matrix with the
-    same rows.  A row that holds something not finite is NaN, or is multiplied by NaN or infinity.
+    same rows.  Behind ``head_dim`` columns, where another head may lie, zeros are written.  A row that holds something
+    not finite is NaN, or is multiplied by NaN or infinity.
     """
     across: gl.constexpr = wide[0].shape[1] // 8
     blocked: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
@@ -44,6 +45,9 @@ def cast_rows(wide, narrow, layout: gl.constexpr):
     bits = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, blocked))
     for chunk in gl.static_range(len(wide)):
         x = wide[chunk].load(blocked).to(gl.float32)
+        if (chunk + 1) * wide[0].shape[1] > head_dim:
+            column = chunk * wide[0].shape[1] + gl.arange(0, wide[0].shape[1], gl.SliceLayout(0, blocked))
+            x = gl.where((column < head_dim)[None, :], x, 0.0)
         parts = parts + (x,)  # noqa: RUF005
         bits = gl.maximum(bits, gl.max(x.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 1))
     largest = bits.to(gl.float32, bitcast=True)

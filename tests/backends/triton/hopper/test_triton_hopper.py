@@ -26,7 +26,7 @@ from attnbench.backends.triton.forward import launch as triton_forward
 from attnbench.backends.triton.forward.extent import Extent
 from attnbench.backends.triton.forward.hopper import launch as hopper
 from attnbench.backends.triton.forward.launch import Operand, interleaved, laid_out, transposed
-from attnbench.backends.triton.forward.tiles import ONE_PASS, TILES, Tile, TileKey, chunks_of
+from attnbench.backends.triton.forward.tiles import ONE_PASS, TILES, Tile, TileKey, chunks_of, one_pass_tile, tile_of
 from attnbench.backends.triton.interpreter import interpreted
 
 SPEC = AttentionSpec.make(batch=1, heads=2, seqlen_q=70, head_dim=64, mask=Mask(right=0))
@@ -45,7 +45,8 @@ def sources(kernels):
                      softcap="fp32")
         names = kernel.arg_names
         signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-        aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("out", "lse", "head_dim_v")}
+        known = ("out", "lse") if constants["eights"] else ("out", "lse", "head_dim_v")
+        aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in known}
         source = GluonASTSource(kernel, signature, {(names.index(name),): x for name, x in constants.items()}, aligned)
         yield source, maxnreg
 """
@@ -64,6 +65,18 @@ def test_every_hopper_tile_is_valid_for_the_kernel() -> None:
     tiles = [tile for tile in (*TILES.values(), *ONE_PASS.values()) if tile.hopper]
     assert tiles
     assert all(tile.block_m == hopper.BLOCK_M and tile.interleaved and tile.tma for tile in tiles)
+
+
+@pytest.mark.parametrize(
+    ("seqlen", "mask", "block"),
+    [(257, Mask(), 128), (512, Mask(), 256), (1100, Mask(), 128), (512, Mask(right=0), 128), (4096, Mask(right=0), 256),
+     (8192, Mask(1023, 0), 128), (8192, Mask(4095, 0), 256)],
+)  # fmt: skip
+def test_blocks_of_keys_are_shorter_where_longer_ones_would_compute_many_in_vain(
+    seqlen: int, mask: Mask, block: int
+) -> None:
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=seqlen, head_dim=128, mask=mask)
+    assert one_pass_tile(spec).block_n == tile_of(spec, (9, 0), per_key=False).block_n == block
 
 
 def test_only_supported_specs_are_served() -> None:
@@ -112,7 +125,8 @@ def _kernel(head_dim: int, tile: Tile, bits: int = 8, head_dim_v: int | None = N
     constants = {
         "stages": tile.stages, "chunks": chunks.number, "chunks_v": chunks_v.number,
         "part": hopper.part_of(tile, size_v), "turns": tile.turns,
-        "left": False, "right": False, "full_width": True, "registers": most, "aligned": False, "tiles": None,
+        "head_dim": head_dim, "left": False, "right": False, "full_width": size_v == chunks_v.size, "eights": False,
+        "registers": most, "aligned": False, "tiles": None,
         "softcapped": False,
     }  # fmt: skip
     return chunks.width, chunks_v.width, tile.block_n, bits, even, constants | more
@@ -122,7 +136,7 @@ WIDE = TILES[TileKey((9, 0), 128, "none", False)]
 KERNELS = (_kernel(128, ONE_PASS[128, False], 16, left=True, right=True),)
 OTHERS = (
     _kernel(128, WIDE, left=True, right=True),
-    _kernel(64, TILE, right=True, full_width=False),
+    _kernel(64, TILE, head_dim_v=56, right=True, eights=True),
     _kernel(128, WIDE),
     _kernel(128, ONE_PASS[128, True], 16),
     _kernel(192, TILES[TileKey((9, 0), 192, "causal", False)], head_dim_v=128, right=True),

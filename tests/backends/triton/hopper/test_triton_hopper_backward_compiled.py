@@ -48,7 +48,7 @@ def sources(kernels):
         names = kernel.arg_names
         signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
         aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names)
-                   if signature[name].startswith("*") or name in ("size", "size_v")}
+                   if signature[name].startswith("*")}
         source = GluonASTSource(kernel, signature, {(names.index(name),): x for name, x in constants.items()}, aligned)
         yield source, maxnreg
 """
@@ -56,11 +56,11 @@ def sources(kernels):
 
 def _kernel(kind: str, head_dim: int, ring: Ring, narrow: bool = False, **more: object) -> tuple[object, ...]:
     even, most = forward_hopper_launch.registers()
-    constants: dict[str, object] = {"left": False, "right": False, "registers": most}
+    constants: dict[str, object] = {"size": head_dim, "left": False, "right": False, "registers": most}
     constants |= {"with_values": head_dim == 96} if kind == "pieces" else {"rotated": False}
     constants |= {"shares": 1} if kind in ("all", "pieces") else {"stages": ring.stages}
     constants |= {} if kind == "keys" else {"ragged": False}
-    constants |= {} if kind == "queries" else {"group": 1}
+    constants |= {} if kind == "queries" else {"group": 1, "size_v": 128 if head_dim == 192 else head_dim}
     if kind in ("all", "pieces"):  # as ``Layout`` decides
         constants |= {"tiles": None, "aligned": False}
         constants |= {"scaled_up": not more.get("left") and (head_dim in (64, 192) or not more.get("right"))}
@@ -147,7 +147,7 @@ def test_the_matrix_products_stay_asynchronous_and_nothing_spills(
         spilled = [int(x) for x in re.findall(r"(\d+) bytes spill stores", found["stderr"])]
         more = (24 if constants["left"] else 8) if kind == "all" else (96 if constants["right"] else 8) if narrow else 0
         assert max(spilled) <= (more if head_dim == 128 else 0)
-        grouped = constants.get("group", 1) > 1
+        grouped = constants.get("group", 1) > constants.get("shares", 1)  # query heads, one after the other
         _check_rings(found["ttgir"], 2 if kind == "keys" and narrow else 2 + grouped if kind == "all" else 3)
         # S of the first block, dP and S in the loop, 32 of the head dimension at a time; the sums, 16 or (in e4m3) 32
         # tokens and 64 columns at a time, in the loop, and the last block's dK or dQ behind it, unless dK waits for

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from problems import Problem, tensors_of
 
 from attnbench.backends.triton import TritonForward, TritonOnePass
-from attnbench.backends.triton.forward.tiles import ONE_PASS, Tile
+from attnbench.backends.triton.forward.tiles import Tile, one_pass_tile
 from attnbench.backends.triton.interpreter import interpreted
 from attnbench.kernels.contract import Inputs, Operands, Result
 from attnbench.problem.fp8 import Recipe, quantise
@@ -99,7 +99,7 @@ def test_committed_one_pass_tiles_agree_with_fp64(head_dim: int, late: bool, mas
     spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=260, seqlen_kv=400, head_dim=head_dim, mask=mask)
     kernel = TritonOnePass()
     operands = kernel.prepare(Inputs.of(tensors(spec)), spec)
-    assert operands.native.tile == ONE_PASS[max(head_dim, 128), mask.kind == "none"]
+    assert operands.native.tile == one_pass_tile(spec)
     assert_agrees(operands, kernel.run(operands))
 
 
@@ -122,6 +122,21 @@ def test_head_dimensions_that_are_not_powers_of_two_agree_with_fp64(
     beside = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors(spec))
     operands = kernel.prepare(Inputs(*beside), spec)
     assert_agrees(operands, kernel.run(operands))
+
+
+@pytest.mark.parametrize("head_dim", [72, pytest.param(200, marks=pytest.mark.exhaustive)])
+def test_queries_beside_another_heads_are_read_in_place_and_alone(head_dim: int) -> None:
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=70, seqlen_kv=90, head_dim=head_dim)
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors(spec))
+    kernel, found = TritonOnePass(), []
+    for other in (0.5, math.nan):
+        q[:, 1] = other
+        operands = kernel.prepare(Inputs(q, k, v), spec)
+        assert operands.native.begins[0] == q.data_ptr()
+        found.append(kernel.run(operands).out[:, 0])
+    assert torch.equal(*found)
+    out, _ = dense_attention(*operands.tensors(torch.float64), spec)
+    assert relative_l2(found[0], out[:, 0]) <= 0.04
 
 
 @pytest.mark.parametrize("softcap", [0.5, 30.0])
