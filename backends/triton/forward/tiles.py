@@ -31,8 +31,8 @@ __all__ = [
 HEAD_DIMS = (64, 128, 256)  # that a block of keys has in shared memory, zeros behind what the tensors have
 _MLA = 192  # DeepSeek's head dimension of Q and K, beside 128 of V
 _CHUNK = 32  # of the head dimension: what an FP8 tensor core sums over at once
-# Blocks of 128 keys where they are at most so many of the keys that blocks of 256 compute.  On an H200 128 took 0.69 to
-# 0.98 of the time of whole calls up to there (257 tokens, 512 under a causal mask, windows of 1,024), 0.90 to 1.05 at
+# Blocks of 128 keys where they compute at most so many of the keys that blocks of 256 do.  On an H200 128 took 0.69 to
+# 1.01 of the time of whole calls up to there (257 tokens, 512 under a causal mask, windows of 1,024), 0.90 to 1.05 at
 # 0.94 and 1.02 to 1.07 at 0.97.
 _SHORTER, _WORTHWHILE = 128, 0.91
 

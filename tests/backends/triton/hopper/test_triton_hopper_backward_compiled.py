@@ -171,7 +171,7 @@ def test_heads_in_two_pieces_stay_asynchronous_and_keep_their_sums_in_registers(
     """What may lie in memory are a mask's bounds, places and what waits for the end: no sum has so few numbers."""
     for found, kernel in zip(assembly_of(SOURCES, PIECES, tmp_path), PIECES, strict=True):
         spilled = [int(x) for x in re.findall(r"(\d+) bytes spill stores", found["stderr"])]
-        assert max(spilled) <= (0 if kernel[1] == 96 else 144)
+        assert max(spilled) <= (0 if kernel[1] == 96 else 148)
         _check_rings(found["ttgir"], 2 + (kernel[-1]["group"] > 1))
         # S of the first block and in the loop and dP, 32 columns at a time; dK of 64 queries and dQ of 128 keys, in the
         # loop and behind it, and dV in the loop; all sums in two pieces, except that of 96 columns' dQ each warpgroup
