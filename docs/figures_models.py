@@ -1,21 +1,25 @@
 """The tables of docs/explanation/models.md, from rows of ``attnbench sweep --preset models`` in ``results/GPU/zoo``.
 
-A layer of published models has one line: in each direction the fastest 16-bit plan, and the fastest plan with FP8.
+A layer of published models has one line: in each direction the fastest 16-bit plan, and the fastest plan with FP8.  Where
+a GPU has no rows, the tables say which of the plans that ran on another one ``auto`` takes.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from attnbench.choosing.regret import geometric_mean
+from attnbench.choosing.evidence import Evidence
+from attnbench.choosing.regret import Asked, chosen_at, geometric_mean
 from attnbench.choosing.regret_fixed import torch_default
 from attnbench.harness.cases.models import model_layers
 from attnbench.harness.results.records import Measurement, read_measurements
 from attnbench.kernels.plan import Plan, backend_of
 from attnbench.kernels.registry import Registry
 from attnbench.problem.spec import AttentionSpec
+from attnbench.tables.user_table import Known, tables_for
 from attnbench.text.printable import printable
 
 NOT_MEASURED = "No GPU's rows are here yet; `attnbench sweep --preset models --out results/GPU/zoo` makes them."
@@ -24,8 +28,11 @@ _SUMMARY = ("pass", "layers", "16 bits", '`dtype="fp8"`', "FP8 is faster", "16 b
 _MARKUP = re.compile(r"[\\`*_{}\[\]<>|#~&]")
 _LONGEST_REASON = 120
 _STATUSES = ("inaccurate", "slower", "refused")  # whose reasons are shown, the first that a layer has
+_UNKNOWN = "not measured"
 Rows = Mapping[Plan, Measurement]
 Layers = Mapping[AttentionSpec, Sequence[str]]
+Ran = Mapping[AttentionSpec, set[Plan]]  # the plans that ran on any GPU
+Expected = Callable[[AttentionSpec, bool], str]  # the cell of a layer without rows, and whether FP8 is asked for
 
 
 def model_tables(results: Path, known: Registry, device_type: str = "cuda") -> str:
@@ -34,32 +41,41 @@ def model_tables(results: Path, known: Registry, device_type: str = "cuda") -> s
     Rows of layers that the preset does not have are left out; of a plan that was measured twice the newest row counts.
     Raises MalformedFileError for a file that holds anything but measurements.
     """
-    found = [
-        _of_device(gpu / "zoo", known, model_layers(device_type))
-        for gpu in sorted(results.iterdir())
-        if (gpu / "zoo").is_dir()
-    ]
-    return "\n\n".join(text for text in found if text) or NOT_MEASURED
+    layers = model_layers(device_type)
+    devices = [_rows(gpu / "zoo", layers) for gpu in sorted(results.iterdir()) if (gpu / "zoo").is_dir()]
+    ran = defaultdict[AttentionSpec, set[Plan]](set)
+    for row in (row for rows in devices for row in rows if row.status in ("ok", "slower")):
+        ran[row.spec].add(row.plan)
+    return "\n\n".join(_of_device(rows, known, layers, ran) for rows in devices if rows) or NOT_MEASURED
 
 
-def _of_device(folder: Path, known: Registry, layers: Layers) -> str:
+def _rows(folder: Path, layers: Layers) -> list[Measurement]:
+    """Those of the layers, the newest last."""
     rows = [
         row
         for file in sorted(folder.rglob("measurements*.jsonl*"))
         for row in read_measurements(file)
         if row.spec in layers and row.lengths is None
     ]
-    if not rows:
-        return ""
+    return sorted(rows, key=lambda row: row.started)
+
+
+def _of_device(rows: Sequence[Measurement], known: Registry, layers: Layers, ran: Ran) -> str:
     measured: dict[AttentionSpec, dict[Plan, Measurement]] = {spec: {} for spec in layers}
-    for row in sorted(rows, key=lambda row: row.started):
+    for row in rows:
         measured[row.spec][row.plan] = row
+    here = rows[-1].environment
+    tables = tables_for(here)
+
+    def expected(spec: AttentionSpec, fp8: bool) -> str:
+        return _expected(spec, fp8, ran[spec], tables, known)
+
     lines = []
     for spec, names in layers.items():
-        pair = [measured[spec.replace(direction=direction)] for direction in ("forward", "training")]
-        if not spec.training and any(pair):
-            lines.append([*_layer(spec, names), *(cell for each in pair for cell in _cells(each, known))])
-    here = max(rows, key=lambda row: row.started).environment
+        pair = [spec.replace(direction=direction) for direction in ("forward", "training")]
+        if not spec.training and any(measured[each] or ran[each] for each in pair):
+            cells = (cell for each in pair for cell in _cells(each, measured[each], known, expected))
+            lines.append([*_layer(spec, names), *cells])
     device = f"### {_plain(here.device_name)}"
     facts = {"driver": here.driver, "CUDA": here.cuda, "torch": here.torch}
     versions = "With " + ", ".join(f"{name} {_plain(version)}" for name, version in facts.items() if version) + "."
@@ -82,14 +98,14 @@ def _layer(spec: AttentionSpec, names: Sequence[str]) -> list[str]:
     return [", ".join(map(_plain, names)), heads, head_dims(spec), kind, f"{spec.seqlen_q:,}"]
 
 
-def _cells(rows: Rows, known: Registry) -> tuple[str, str]:
+def _cells(spec: AttentionSpec, rows: Rows, known: Registry, expected: Expected) -> tuple[str, str]:
     """The fastest 16-bit plan, and the fastest FP8 plan or why none serves."""
     default, exact, low = _default(rows, known), _fastest(rows, fp8=False), _fastest(rows, fp8=True)
-    first = _why_not(rows, fp8=False) if exact is None else _plan_cell(exact, default)
+    first = (_why_not(rows, fp8=False) or expected(spec, False)) if exact is None else _plan_cell(exact, default)
     if low is None:
         looked = [row for row in rows.values() if row.plan.fp8 and row.status == "slower" and "call" in row.time_ms]
         if not looked or exact is None:
-            return first, _why_not(rows, fp8=True)
+            return first, _why_not(rows, fp8=True) or expected(spec, True)
         near = min(looked, key=Measurement.median_ms)
         return first, f"slower: `{near.plan}` {near.median_ms():.3g} ms at a first look"
     behind = exact is not None and exact.median_ms() <= low.median_ms()
@@ -124,11 +140,23 @@ def _default(rows: Rows, known: Registry) -> Measurement | None:
 
 
 def _why_not(rows: Rows, fp8: bool) -> str:
-    """Why no such plan has a time: the first sentence of the shortest reason, by the order of ``_STATUSES``."""
+    """Why no such plan has a time: the first sentence of the shortest reason, by the order of ``_STATUSES``.
+
+    Empty where nothing was run.
+    """
     own = [row for row in rows.values() if row.plan.fp8 == fp8 and row.status != "ok"]
     first = next((found for status in _STATUSES if (found := [row for row in own if row.status == status])), own)
     reasons = dict.fromkeys(f"{row.status}: {row.reason}" for row in first)
-    return _plain(min(reasons, key=len).partition("; ")[0][:_LONGEST_REASON]) if reasons else "not measured"
+    return _plain(min(reasons, key=len).partition("; ")[0][:_LONGEST_REASON]) if reasons else ""
+
+
+def _expected(spec: AttentionSpec, fp8: bool, plans: set[Plan], tables: Known, known: Registry) -> str:
+    """Which of the plans ``auto`` takes by the tables, and the time that they predict."""
+    found = chosen_at(spec, sorted(plans, key=str), Evidence(spec, tables), Asked(fp8), known)
+    if found is None or found[0].time_ms is None:
+        return _UNKNOWN
+    plan = found[0].plan
+    return f"expected: `{plan}` {found[0].time_ms:.3g} ms" if plan.fp8 == fp8 else "expected: 16 bits are faster"
 
 
 def _summed(
@@ -161,7 +189,7 @@ def _summed(
 
 
 def _gains(gains: Sequence[float]) -> str:
-    return f"{geometric_mean(gains):.2f}×, {min(gains):.2f}× to {max(gains):.2f}×" if gains else "not measured"
+    return f"{geometric_mean(gains):.2f}×, {min(gains):.2f}× to {max(gains):.2f}×" if gains else _UNKNOWN
 
 
 def _plain(text: str) -> str:

@@ -6,12 +6,15 @@ from pathlib import Path
 
 from figures_models import model_tables
 from markdown_it import MarkdownIt
+from places import ROOT
 from report_rows import GPU, at_later_time, failed_row, in_environment, row
 
 from attnbench.harness.cases.models import model_layers
 from attnbench.harness.results.records import Measurement
 from attnbench.harness.results.store import MEASUREMENTS
+from attnbench.kernels.plan import Plan
 from attnbench.kernels.registry import registry
+from attnbench.tables.table import Table
 
 LAYERS = model_layers("cuda")
 FORWARD = next(spec for spec, names in LAYERS.items() if "Llama 3.1 8B" in names and not spec.training)
@@ -77,6 +80,21 @@ def test_the_newest_row_of_all_files_counts_and_each_gpu_has_its_tables(tmp_path
     assert "### A &#60;b&#62;&#124;GPU\n" in text
     assert tables(text)[1][1][6].startswith("triton:fp8 1.5 ms, 2.00×")
     assert tables(text)[3][1][6].startswith("triton:fp8 2 ms, 1.50×")
+
+
+def test_a_layer_that_ran_on_another_gpu_alone_has_what_the_tables_choose(tmp_path: Path) -> None:
+    table = Table.load(ROOT / "attnbench/tables/nvidia-h100-80gb-hbm3.json")
+    exact, low = (table.entries[FORWARD, Plan(name)].time_ms for name in ("fa3:bf16", "triton:fp8-onepass"))
+    assert exact is not None
+    assert low is not None
+    assert low < exact
+    written(tmp_path, [*SWEEP, row("triton:fp8-onepass", 1.9, 0.07, spec=FORWARD)])
+    other = next(spec for spec, names in LAYERS.items() if "Llama 3.1 70B" in names and not spec.training)
+    ran = row("fa3:bf16", 1.0, spec=other).model_copy(update={"environment": table.environment})
+    *_, here = page(written(tmp_path, [ran], gpu="here"))
+    (layer,) = (each for each in here if "Llama 3.1 8B" in each[0])
+    cells = [f"expected: fa3:bf16 {exact:.3g} ms", f"expected: triton:fp8-onepass {low:.3g} ms"]
+    assert layer[5:] == [*cells, "not measured", "not measured"]
 
 
 def test_a_layer_whose_plans_with_fp8_nobody_looked_at_is_not_counted(tmp_path: Path) -> None:
