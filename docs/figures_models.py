@@ -1,7 +1,7 @@
 """The tables of docs/explanation/models.md, from rows of ``attnbench sweep --preset models`` in ``results/GPU/zoo``.
 
-A layer of published models has one line: in each direction the fastest 16-bit plan, and the fastest plan with FP8.  Where
-a GPU has no rows, the tables say which of the plans that ran on another one ``auto`` takes.
+A layer of published models has one line: in each direction the fastest 16-bit plan, and the fastest plan with FP8.
+Where a GPU has no rows, the tables say which of the plans that ran on another one ``auto`` takes.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def _expected(spec: AttentionSpec, fp8: bool, plans: set[Plan], tables: Known, k
     if found is None or found[0].time_ms is None:
         return _UNKNOWN
     plan = found[0].plan
-    return f"expected: `{plan}` {found[0].time_ms:.3g} ms" if plan.fp8 == fp8 else "expected: 16 bits are faster"
+    return f"expected: `{plan}` {found[0].time_ms:.3g} ms" if plan.fp8 == fp8 else "expected: 16 bits"
 
 
 def _summed(
