@@ -88,13 +88,16 @@ def test_a_layer_that_ran_on_another_gpu_alone_has_what_the_tables_choose(tmp_pa
     assert exact is not None
     assert low is not None
     assert low < exact
-    written(tmp_path, [*SWEEP, row("triton:fp8-onepass", 1.9, 0.07, spec=FORWARD)])
     other = next(spec for spec, names in LAYERS.items() if "Llama 3.1 70B" in names and not spec.training)
     ran = row("fa3:bf16", 1.0, spec=other).model_copy(update={"environment": table.environment})
-    *_, here = page(written(tmp_path, [ran], gpu="here"))
-    (layer,) = (each for each in here if "Llama 3.1 8B" in each[0])
-    cells = [f"expected: fa3:bf16 {exact:.3g} ms", f"expected: triton:fp8-onepass {low:.3g} ms"]
-    assert layer[5:] == [*cells, "not measured", "not measured"]
+    onepass = row("triton:fp8-onepass", 1.9, 0.07, spec=FORWARD)
+    for there, name in ((onepass, "ran"), (failed_row("triton:fp8-onepass", "refused", "no", FORWARD), "refused")):
+        written(tmp_path / name, [*SWEEP, there])
+        *_, here = page(written(tmp_path / name, [ran], gpu="here"))
+        (layer,) = (each for each in here if "Llama 3.1 8B" in each[0])
+        assert layer[5] == f"expected: fa3:bf16 {exact:.3g} ms"
+        assert (layer[6] == f"expected: triton:fp8-onepass {low:.3g} ms") == (name == "ran")
+        assert layer[7:] == ["not measured", "not measured"]
 
 
 def test_a_layer_whose_plans_with_fp8_nobody_looked_at_is_not_counted(tmp_path: Path) -> None:

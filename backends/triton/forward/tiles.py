@@ -214,5 +214,5 @@ def _computed(tile: Tile, spec: AttentionSpec) -> int:
     for top in range(0, spec.seqlen_q, tile.block_m):
         first, _ = spec.mask.span(top, spec.seqlen_q, spec.seqlen_kv)
         _, end = spec.mask.span(min(top + tile.block_m, spec.seqlen_q) - 1, spec.seqlen_q, spec.seqlen_kv)
-        blocks += max(-(-end // tile.block_n) - first // tile.block_n, 0)
+        blocks += max(-(-end // tile.block_n) - first // tile.block_n, 1)  # as ``span_of_keys`` has it
     return blocks * tile.block_n

@@ -15,6 +15,7 @@ from compiled_for_hopper import assembly_of
 from dense import dense_attention, relative_l2
 
 from attnbench.kernels.capabilities import Device
+from attnbench.problem.lengths_kind import LengthsKind
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 
@@ -77,6 +78,8 @@ def test_blocks_of_keys_are_shorter_where_longer_ones_would_compute_many_in_vain
 ) -> None:
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=seqlen, head_dim=128, mask=mask)
     assert one_pass_tile(spec).block_n == tile_of(spec, (9, 0), per_key=False).block_n == block
+    packed = replace(spec, lengths=LengthsKind(batch="packed", total_q=seqlen, total_kv=seqlen))
+    assert one_pass_tile(packed).block_n == 256
 
 
 def test_only_supported_specs_are_served() -> None:

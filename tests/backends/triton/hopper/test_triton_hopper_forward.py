@@ -68,7 +68,7 @@ MASKS = st.sampled_from(
         seqlen_q=st.integers(1, 200),
         seqlen_kv=st.integers(1, 300),
         head_dim=st.sampled_from([40, 64, 128]),
-        head_dim_v=st.sampled_from([24, 64, 128]),
+        head_dim_v=st.sampled_from([24, 36, 64, 128]),
         dtype=st.sampled_from(["bf16", "fp16"]),
     ),
     kernel=st.sampled_from(
