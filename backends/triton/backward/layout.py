@@ -99,7 +99,7 @@ def _lay_out_gradient(
     scaled_up: tl.constexpr,
     eights: tl.constexpr,
 ):
-    if eights:  # of an argument Triton learns by itself only whether it is a multiple of 16
+    if eights:  # Triton itself finds out of an argument only whether 16 divides it
         grad_batch, grad_head, grad_token = grad_batch // 8 * 8, grad_head // 8 * 8, grad_token // 8 * 8
         out_batch, out_head, out_token = out_batch // 8 * 8, out_head // 8 * 8, out_token // 8 * 8
     each = tl.program_id(1).to(tl.int64)

@@ -168,7 +168,7 @@ def triton_fp8_attention_forward(
     memory, ``programs`` is heads, V's keys lie in slots, and all descales have their token's place.  ``aligned``: masks
     begin at the last query and key of a sequence, which is added to ``low`` and ``high``.
     """
-    if eights:  # of an argument Triton learns by itself only whether it is a multiple of 16
+    if eights:  # Triton itself finds out of an argument only whether 16 divides it
         head_dim_v = head_dim_v // 8 * 8
     blocks = tl.cdiv(seqlen_q, block_m) if tiles is None else tl.load(tiles)
     place = tl.program_id(0)

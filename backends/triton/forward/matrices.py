@@ -31,7 +31,7 @@ class Matrix(NamedTuple):
 
 
 def read_size(tile: Tile, head_dim: int) -> int:
-    """How many elements of a row of Q or K the kernel of a tile reads; where it casts Q, it clears what is behind."""
+    """How many elements of a row of Q or K the kernel of a tile reads; one that casts Q clears the rest."""
     return chunks_of(head_dim).size if tile.hopper else padded_size(head_dim)
 
 

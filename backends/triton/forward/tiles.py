@@ -174,6 +174,7 @@ def head_class(spec: AttentionSpec) -> int:
     return padded_size(max(spec.head_dim, spec.head_dim_v))
 
 
+@lru_cache(maxsize=1024)  # every call asks for it
 def one_pass_tile(spec: AttentionSpec) -> Tile:
     """The tile where the kernel casts Q."""
     return _fitted(ONE_PASS[max(head_class(spec), HEAD_DIMS[1]), spec.mask.kind == "none"], spec)
@@ -198,9 +199,9 @@ def default_tile(spec: AttentionSpec, *, per_key: bool) -> Tile:
 
 @lru_cache(maxsize=1024)
 def _fitted(tile: Tile, spec: AttentionSpec) -> Tile:
-    """The tile with shorter blocks of keys where many keys of the longer ones are masked or are none.
+    """The tile, with shorter blocks of keys where those compute far fewer keys that no query sees.
 
-    Of sequences of unequal lengths too little is known for that.
+    A spec does not know each of several unequal lengths: such batches keep the tile.
     """
     shorter = tile._replace(block_n=_SHORTER)
     if not tile.hopper or tile.block_n <= _SHORTER or spec.lengths is not None:
@@ -209,7 +210,7 @@ def _fitted(tile: Tile, spec: AttentionSpec) -> Tile:
 
 
 def _computed(tile: Tile, spec: AttentionSpec) -> int:
-    """How many keys all tiles of a head's queries compute with, one query each."""
+    """How many keys a head's tiles of queries compute with, added up over the tiles."""
     blocks = 0
     for top in range(0, spec.seqlen_q, tile.block_m):
         first, _ = spec.mask.span(top, spec.seqlen_q, spec.seqlen_kv)

@@ -259,7 +259,7 @@ def _places(
     )
     begins = rows_begin, transposed_begin, descale.begin, magnitudes_begin
     far = 1 if reach >= 2**31 else None
-    # Triton learns of an argument only whether it is a multiple of 16: of a stride of 72 it loads number by number.
+    # Triton itself finds out of an argument only whether 16 divides it: with a stride of 72 it loads number by number.
     common = gcd(*outline.stride[:3])
     eights = 1 if common % 8 == 0 and common % 16 else None
     fixed = slots, far, eights, *outline.stride

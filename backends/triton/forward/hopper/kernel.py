@@ -318,7 +318,7 @@ def triton_fp8_attention_forward_hopper(
     Shapes in shared memory are powers of two, heads are not: the head dimension of Q and K comes in ``chunks`` of the
     width that their descriptors have, V's in ``chunks_v``, and P·V in parts of ``part`` columns.
     """
-    if eights:  # of an argument Triton learns by itself only whether it is a multiple of 16
+    if eights:  # Triton itself finds out of an argument only whether 16 divides it
         head_dim_v = head_dim_v // 8 * 8
     casting: gl.constexpr = q.dtype != k.dtype
     block_n: gl.constexpr = k.block_type.shape[0]

@@ -36,7 +36,7 @@ def cast_rows(wide, narrow, head_dim: gl.constexpr, layout: gl.constexpr):
     """Writes the rows of ``wide`` to ``narrow`` in e4m3, and returns what each is to be multiplied by.
 
     Both are chunks of the rows in shared memory, perhaps at the same place.  ``layout`` is that of a matrix with the
-    same rows.  Behind ``head_dim`` columns, where another head may lie, zeros are written.  A row that holds something
+    same rows.  From column ``head_dim`` on, where another head may lie, zeros are written.  A row that holds something
     not finite is NaN, or is multiplied by NaN or infinity.
     """
     across: gl.constexpr = wide[0].shape[1] // 8
