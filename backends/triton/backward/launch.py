@@ -95,21 +95,18 @@ def _for_keys_plain(
     return described, _KEYS(grid, constants, (dtype, extent.sequences is None), num_warps=tile.warps)
 
 
-def run_all(
-    given: Prepared, sums: Tensor | Piece, dtype: torch.dtype, values: Tile | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def run_all(given: Prepared, sums: Tensor | Piece, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """dQ (B, H, Sq, D), dK (B, Hkv, Skv, D) and dV (B, Hkv, Skv, Dv) by the fused kernel.
 
     ``sums`` are zeros in bf16; they become dQ if that is bf16, of no padded head dimension and not rotated.  Where Q
-    and K are in two pieces and V is not, dV has a kernel of its own with the tile ``values``.
+    and K are in two pieces and V is not, dV has a kernel of its own.
     dQ differs from run to run: programs add to it in no order, and every sum is rounded to bf16.
     """
     layout, device = given.layout, sums.device
     dk_out, dv_out = _for_keys(layout, dtype, device, shares_of(layout, hopper.KEPT))
     hopper.run_all(given, sums, dk_out, dv_out)
     if layout.rest and not layout.rest_v:
-        assert values is not None
-        _run_keys_plain(given, values, False, dk_out, dv_out, "v")
+        hopper.run_values(given, dv_out)
     dk, dv = summed(dk_out, layout.spec.kv_heads), summed(dv_out, layout.spec.kv_heads)
     if layout.summed_in_place:
         assert isinstance(sums, Tensor), "what is returned has memory of its own"
@@ -209,7 +206,7 @@ def launch(
     with on(device):
         given = prepared(spec, q, k, v, out, lse, grad_out, narrow, tiles, fused=fused, lengths=lengths)
         if given.sums is not None:
-            return run_all(given, given.sums, dtype, tiles.values)
+            return run_all(given, given.sums, dtype)
         dk, dv = run_keys(given, tiles.keys, narrow, dtype, tiles.values)
         return run_queries(given, tiles.queries, narrow, dtype), dk, dv
 

@@ -61,7 +61,7 @@ KERNELS = [
     for name in (
         *(f"backward.hopper.{kernel}" for kernel in (
             "fused", "fused_sums", "fused_pieces", "fused_tiles", "keys", "queries", "shared", "narrow", "narrow_keys",
-            "narrow_queries", "loading",
+            "narrow_queries", "loading", "sequences", "values",
         )),
         "forward.hopper.softmax",
     )
@@ -211,7 +211,7 @@ def run(given: Prepared, kind: Kind, tile: Tile, dtype: torch.dtype, narrow: boo
     if kind == "all":
         if tile.hopper is not None:
             sums = torch.zeros(given.layout.sums, dtype=torch.bfloat16, device=given.q.data.device)
-            return backward_launch.run_all(given, sums, dtype, PLAIN)
+            return backward_launch.run_all(given, sums, dtype)
         return *run(given, "queries", tile, dtype, narrow), *run(given, "keys", tile, dtype, narrow)
     if kind == "keys":
         return backward_launch.run_keys(given, tile, narrow, dtype)
@@ -289,7 +289,7 @@ def on_cpu(late: Callable[[], bool], ran: Callable[[str, Prepared], None] | None
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forward_hopper_launch, "runs_on", lambda device: True)
-        for name in ("run_all", "run_keys", "run_queries"):
+        for name in ("run_all", "run_values", "run_keys", "run_queries"):
             patch.setattr(backward_hopper_launch, name, emulating(getattr(backward_hopper_launch, name)))
         yield
 

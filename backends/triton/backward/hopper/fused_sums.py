@@ -6,7 +6,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
-from ...tile_rows import ROW as TABLE_ROW
 from ..layout import BLOCK
 from ..place import query_heads
 from .fused_pieces import (
@@ -23,28 +22,13 @@ from .fused_pieces import (
     widen_all,
 )
 from .fused_tiles import clear_behind, first_rows, store_whole, times
+from .sequences import asked_for, sequence, where
 from .shared import CONSUMERS, ROWS, block_and_head, span_of_queries, transposed_product, turned, visible_part
 
 __all__ = ["load", "sum_up"]
 
-_ROW = gl.constexpr(TABLE_ROW.value)
 _NEVER = gl.constexpr(1 << 30)  # behind every query
 _SHARED = gl.constexpr(BLOCK.bit_length() - 1)  # so many bits of a query are its place among those with one factor
-
-
-@gluon.jit
-def _sequence(tiles, before, after, aligned: gl.constexpr):
-    """The program's row of the table: (batch entry, first key, where the sequence's queries and keys start, their
-    numbers, the slots of queries and keys, the sequence's own ``before`` and ``after``).
-    """
-    row = tiles + (1 + block_and_head()[0]) * _ROW
-    queries, keys = gl.load(row + 3), gl.load(row + 5)
-    if aligned:
-        before, after = before - (keys - queries), after + (keys - queries)
-    return (
-        gl.load(row), gl.load(row + 1), gl.load(row + 2), gl.load(row + 4), queries, keys, gl.load(row + 6),
-        gl.load(row + 7), before, after,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -64,7 +48,7 @@ def load(
     first_key = block * (CONSUMERS * ROWS)
     key_row, q_slot = kv_head * given.padded_kv, 0
     if tiles is not None:
-        batch, first_key, _, k_start, seqlen_q, seqlen_kv, q_slot, k_slot, before, after = _sequence(
+        batch, first_key, _, k_start, seqlen_q, seqlen_kv, q_slot, k_slot, before, after = sequence(
             tiles, before, after, aligned
         )
         # A sequence without queries has a slot all the same, whose queries see nothing.
@@ -107,66 +91,27 @@ def load(
 
 
 @gluon.jit
-def _where(given, tiles, share, shares: gl.constexpr, aligned: gl.constexpr, dq_in_place: gl.constexpr):
-    """Where a program's keys are: (their first, how many queries there are, Sq, Skv, before, after, the slot of its
-    queries, the row of dQ's sums in which it begins if they are in place, that of dK and dV, the place of K's descale).
-    """
-    seqlen_q, seqlen_kv, before, after = given.seqlen_q, given.seqlen_kv, given.before, given.after
-    kv_head = share // shares
-    first_key = block_and_head()[0] * (CONSUMERS * ROWS)
-    q_slot = 0
-    queries, dq_top = seqlen_q, 0
-    if tiles is None:
-        at = share.to(gl.int64) * seqlen_kv
-        batch, own = (kv_head // given.kv_heads).to(gl.int64), kv_head % given.kv_heads
-        k_place = given.k_descale + batch * given.k_batch + own * given.k_head
-    else:
-        stored, stored_q = seqlen_kv, seqlen_q
-        batch, first_key, q_start, k_start, queries, seqlen_kv, q_slot, _, before, after = _sequence(
-            tiles, before, after, aligned
-        )
-        seqlen_q = gl.maximum(queries, 1)
-        if dq_in_place:
-            dq_top = (batch * given.kv_heads + kv_head) * stored_q + q_start
-        at = (batch.to(gl.int64) * given.kv_heads * shares + share) * stored + k_start
-        # Descales of a sequence have the places of its tokens, one behind the other; the last may have none.
-        k_place = (
-            given.k_descale
-            + batch.to(gl.int64) * given.k_batch
-            + kv_head * given.k_head
-            + gl.minimum(k_start, stored - 1)
-        )
-    return first_key, queries, seqlen_q, seqlen_kv, before, after, q_slot, dq_top, at, k_place
-
-
-@gluon.jit
-def _asked_for(x, queries, tiles):
-    """A gradient of keys; 0 of those of a sequence without queries, which may hold anything."""
-    return x if tiles is None else gl.where(queries > 0, x, 0.0)
-
-
-@gluon.jit
 def _store(
     which: gl.constexpr, given, dk, dv, over, under, at, top, seqlen_kv, queries, tiles, rotated: gl.constexpr
 ):  # fmt: skip
     """Writes the gradients of a warpgroup's keys, of which ``top`` is the first; dK times ``over`` / ``under``."""
     if len(dk) > 1:
         unit = over / under
-        dk = _asked_for(dk[0] * unit, queries, tiles), _asked_for(dk[1] * unit, queries, tiles)
+        dk = asked_for(dk[0] * unit, queries, tiles), asked_for(dk[1] * unit, queries, tiles)
         store_pieces(given.dk_out, dk, at, top, seqlen_kv, given.size)
         if len(dv) > 0:
-            dv = _asked_for(dv[0], queries, tiles), _asked_for(dv[1], queries, tiles)
+            dv = asked_for(dv[0], queries, tiles), asked_for(dv[1], queries, tiles)
             store_pieces(given.dv_out, dv, at, top, seqlen_kv, given.size_v)
         tma.store_wait(0)
     else:
         tma.store_wait(0)  # the blocks of dQ that were staged are read, and their memory serves for dV and dK
-        dk, dv = dk[0], _asked_for(dv[0], queries, tiles)
+        dk, dv = dk[0], asked_for(dv[0], queries, tiles)
         store_whole(given.dv_out, dv, given.staged[0], which, at, top, seqlen_kv, given.size_v)
         if rotated:  # meanwhile the matrix comes
             mbarrier.wait(given.turn_filled, 0)
             layout: gl.constexpr = dk.type.layout
             dk = turned(dk, given.turning, dk.shape[1], layout)
-        dk = _asked_for(dk * (over / under), queries, tiles)
+        dk = asked_for(dk * (over / under), queries, tiles)
         store_whole(given.dk_out, dk, given.staged[0], which, at, top, seqlen_kv, given.size)
 
 
@@ -186,7 +131,7 @@ def sum_up(
     # window, and slower with fewer; of sequences of unequal length it is as fast.
     by_turn: gl.constexpr = each > 1 and not scaled_up and (left or each > 4 or tiles is not None)
     share = block_and_head()[1]
-    first_key, queries, seqlen_q, seqlen_kv, before, after, q_slot, dq_top, at, k_place = _where(
+    first_key, queries, seqlen_q, seqlen_kv, before, after, q_slot, dq_top, at, k_place = where(
         given, tiles, share, shares, aligned, dq_in_place
     )
     first, whole, parted, blocks = span_of_queries(first_key, seqlen_q, seqlen_kv, before, after, block_m, left, right)

@@ -22,7 +22,18 @@ from ..layout import BLOCK, PEAK, VECTORS
 from ..operands import Layout, Prepared
 from ..tiles import Ring
 
-__all__ = ["KEPT", "MOST_SUMMED", "PIECES", "adds", "in_pieces", "run_all", "run_keys", "run_queries", "serves"]
+__all__ = [
+    "KEPT",
+    "MOST_SUMMED",
+    "PIECES",
+    "adds",
+    "in_pieces",
+    "run_all",
+    "run_keys",
+    "run_queries",
+    "run_values",
+    "serves",
+]
 
 KEPT = 128  # keys (or queries) that a program keeps: 64 for each of two warpgroups
 # Keys of the fused kernel, which rounds dQ's sums to bf16 at the addition of every 128.  Its error is as random steps
@@ -33,6 +44,7 @@ _ROWS = 64
 _PART = 64  # columns of an e4m3 sum at a time, and so rows of a rotation's matrix
 _SIZES = (64, 128)  # padded head dimensions
 _MLA = (128, 64)  # pieces of Q and K
+_VALUE_STAGES = 5  # blocks of queries on their way in the kernel of dV: as many as shared memory holds
 PIECES = (64, 32)  # of Q, K and V
 
 
@@ -172,6 +184,34 @@ def _in_pieces(layout: Layout, dtype: torch.dtype, shares: int) -> tuple[tuple[D
     return tiles, _launches("pieces", narrow=False)(grid, constants, alike, **_options())
 
 
+def run_values(given: Prepared, dv_out: Tensor) -> None:
+    """Writes each share's dV where Q and K are in two pieces and V is not, on the current stream."""
+    rows = given.gradient.rows
+    tiles, start = _values(given.layout, dv_out.dtype, dv_out.shape[1] // given.layout.spec.kv_heads)
+    q, k, do_wide = given.q.data, given.k.data, given.gradient.laid.further(False, interleaved=False)
+    start.on(rows.device, (q, q, k, k, do_wide, rows, rows, given.k_scale, dv_out, given.tiles("kv", KEPT)), tiles)
+
+
+@lru_cache(maxsize=MOST)
+def _values(layout: Layout, dtype: torch.dtype, shares: int) -> tuple[tuple[Described, ...], Launch]:
+    """What of the launch does not depend on memory."""
+    spec, columns, extent = layout.spec, (layout.head_dim, layout.rest), layout.extent
+    unequal = extent.sequences is not None
+    tiles = (
+        *_columns(layout.q, columns), *_columns(layout.k, columns), _tiles(layout.do, _ROWS), _pieces(layout, _ROWS),
+    )  # fmt: skip
+    constants = (
+        *layout.k_steps[:2],
+        spec.kv_heads, extent.seqlen_q, extent.seqlen_kv, layout.padded_q, layout.padded_kv, layout.plane,
+        spec.head_dim_v, layout.exponent, layout.before, layout.after, spec.group, shares, _VALUE_STAGES,
+        *layout.edges, unequal or spec.seqlen_kv % KEPT != 0, registers()[1], layout.aligned,
+    )  # fmt: skip
+    grid = extent.tiles("kv", KEPT), extent.entries * spec.kv_heads * shares, 1
+    return tiles, _launches("values", narrow=False)(
+        grid, constants, (dtype, *columns, layout.head_dim_v, unequal), **_options()
+    )
+
+
 def run_queries(given: Prepared, ring: Ring, narrow: bool, dq_out: Tensor) -> None:
     """Writes dQ (B, H, Sq, D), contiguous, on the current stream."""
     rows = given.gradient.rows
@@ -204,11 +244,15 @@ def _queries(layout: Layout, ring: Ring, narrow: bool, dtype: torch.dtype) -> tu
 
 
 @cache
-def _launches(kind: Literal["all", "pieces", "keys", "queries"], narrow: bool) -> Launches:
+def _launches(kind: Literal["all", "pieces", "values", "keys", "queries"], narrow: bool) -> Launches:
     if kind in ("all", "pieces"):
         from .fused import all_gradients_hopper, all_gradients_in_pieces_hopper
 
         return Launches(all_gradients_hopper if kind == "all" else all_gradients_in_pieces_hopper)
+    if kind == "values":
+        from .values import value_gradients_hopper
+
+        return Launches(value_gradients_hopper)
     if narrow:
         from .narrow_keys import narrow_key_gradients_hopper as keys
         from .narrow_queries import narrow_query_gradients_hopper as queries

@@ -22,7 +22,7 @@ from attnbench.backends.triton.backward.hopper.launch import _launches
 def sources(kernels):
     for kind, d, block, narrow, maxnreg, constants in kernels:
         kernel = _launches(kind, narrow)._kernel
-        whole, d = d, 64 if kind == "pieces" else d
+        whole, d = d, 64 if kind in ("pieces", "values") else d
         by_query, by_key = (64, block) if kind == "queries" else (block, 64)
         types = dict.fromkeys(("q", "do"), descriptor("fp8e4nv", by_query, d))
         types |= dict.fromkeys(("k", "v"), descriptor("fp8e4nv", by_key, d))
@@ -40,6 +40,10 @@ def sources(kernels):
             types |= dict(more_do_wide=descriptor("bf16", 64, more if values else first))
             parts = (first, more) if values else (first // 2, more // 2)
             types |= dict(zip(("dq_sums", "more_dq_sums"), (descriptor("bf16", 64, each) for each in parts)))
+        if kind == "values":
+            types |= dict.fromkeys(("q", "k"), descriptor("fp8e4nv", 64, 128))
+            types |= dict.fromkeys(("more_q", "more_k"), descriptor("fp8e4nv", 64, 64))
+            types |= dict(do_wide=descriptor("bf16", 64, 128))
         types |= dict.fromkeys(("q_across", "do_across", "k_across"), descriptor("fp8e4nv", d, block))
         types |= dict.fromkeys(("row_values", "descales", "factors", "k_descale", "v_descale"), "*fp32")
         types |= dict(turn=descriptor("bf16", 64 if narrow else d, d))
@@ -57,6 +61,10 @@ def sources(kernels):
 def _kernel(kind: str, head_dim: int, ring: Ring, narrow: bool = False, **more: object) -> tuple[object, ...]:
     even, most = forward_hopper_launch.registers()
     constants: dict[str, object] = {"size": head_dim, "left": False, "right": False, "registers": most}
+    if kind == "values":
+        constants = {"left": False, "right": False, "registers": most, "stages": ring.stages, "size_v": 128}
+        constants |= {"group": 1, "shares": 1, "ragged": False, "tiles": None, "aligned": False}
+        return kind, head_dim, ring.block, narrow, even, constants | more
     constants |= {"with_values": head_dim == 96} if kind == "pieces" else {"rotated": False}
     constants |= {"shares": 1} if kind in ("all", "pieces") else {"stages": ring.stages}
     constants |= {} if kind == "keys" else {"ragged": False}
@@ -127,11 +135,11 @@ OTHERS = (
     _kernel("all", 128, Ring(64, 2)),
     _kernel("all", 128, Ring(64, 2), left=True, right=True, ragged=True, group=4),
 )
+_FULLER: dict[str, object] = {"left": True, "ragged": True, "group": 4, "shares": 2}
 PIECES = tuple(
-    _kernel("pieces", head_dim, Ring(64, 2), right=True, **more)
-    for head_dim in (96, 192)
-    for more in ({}, {"left": True, "ragged": True, "group": 4, "shares": 2})
+    _kernel("pieces", head_dim, Ring(64, 2), right=True, **more) for head_dim in (96, 192) for more in ({}, _FULLER)
 )
+VALUES = tuple(_kernel("values", 192, Ring(64, 5), right=True, **more) for more in ({}, _FULLER))
 
 
 @pytest.mark.parametrize(
@@ -181,3 +189,14 @@ def test_heads_in_two_pieces_stay_asynchronous_and_keep_their_sums_in_registers(
         assert len(re.findall("HGMMA", found["code"])) == 2 * sums
         assert len(re.findall(r"UTMAREDG\.2D\.ADD", found["code"])) == 2 * adds
         assert "STSM" in found["code"]
+
+
+@pytest.mark.exhaustive
+def test_the_kernel_of_dv_stays_asynchronous_and_spills_nothing(tmp_path: Path) -> None:
+    for found in assembly_of(SOURCES, VALUES, tmp_path):
+        spilled = [int(x) for x in re.findall(r"(\d+) bytes spill stores", found["stderr"])]
+        assert max(spilled) == 0
+        _check_rings(found["ttgir"], 4)  # with the block's first query
+        # S of the first block and in the loop, 32 of 192 columns at a time; dV of 64 queries, in it and behind it.
+        assert len(re.findall("QGMMA", found["code"])) == 2 * 2 * 6
+        assert len(re.findall("HGMMA", found["code"])) == 2 * 2 * 4
