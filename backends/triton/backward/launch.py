@@ -98,14 +98,13 @@ def _for_keys_plain(
 def run_all(given: Prepared, sums: Tensor | Piece, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """dQ (B, H, Sq, D), dK (B, Hkv, Skv, D) and dV (B, Hkv, Skv, Dv) by the fused kernel.
 
-    ``sums`` are zeros in bf16; they become dQ if that is bf16, of no padded head dimension and not rotated.  Where Q
-    and K are in two pieces and V is not, dV has a kernel of its own.
+    ``sums`` are zeros in bf16; they become dQ if that is bf16, of no padded head dimension and not rotated.
     dQ differs from run to run: programs add to it in no order, and every sum is rounded to bf16.
     """
     layout, device = given.layout, sums.device
     dk_out, dv_out = _for_keys(layout, dtype, device, shares_of(layout, hopper.KEPT))
     hopper.run_all(given, sums, dk_out, dv_out)
-    if layout.rest and not layout.rest_v:
+    if layout.values_apart:
         hopper.run_values(given, dv_out)
     dk, dv = summed(dk_out, layout.spec.kv_heads), summed(dv_out, layout.spec.kv_heads)
     if layout.summed_in_place:

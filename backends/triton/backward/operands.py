@@ -98,6 +98,7 @@ class Layout:
         self.head_dim, self.rest = pieces or halves(spec.head_dim)
         self.head_dim_v, self.rest_v = pieces or (padded(spec.head_dim_v), 0)
         self.pitch, self.pitch_v = self.head_dim + self.rest, self.head_dim_v + self.rest_v
+        self.values_apart = self.pitch > 128  # the fused kernel makes dK and dQ, and another one dV
         self.padded_q, self.padded_kv = extent.long("q"), extent.long("kv")
         if self.keys_in_place:
             self.padded_kv = extent.seqlen_kv
@@ -115,9 +116,9 @@ class Layout:
         # Whether P of the fused kernel is scaled up by dO's descale, so that no block has a factor to wait for, and dO
         # is copied, divided by it: where that was no slower on an H200, with a causal mask up to 64 columns and MLA.
         # Of sequences of unequal length it is faster with MLA, and up to 64 columns with several heads a key head.
-        mla, narrow = self.rest > self.rest_v, self.pitch <= 64
-        suits = not any(self.edges) or (self.edges == (False, True) and (mla or narrow))
-        self.scaled_up = suits and (not unequal or mla or (narrow and spec.group > 1))
+        narrow = self.pitch <= 64
+        suits = not any(self.edges) or (self.edges == (False, True) and (self.values_apart or narrow))
+        self.scaled_up = suits and (not unequal or self.values_apart or (narrow and spec.group > 1))
         self.scale = spec.scale * (turn_factor(spec.head_dim) if rotated else 1.0)
         # Whether the fused kernel's sums, which are in bf16, are dQ itself.
         # Where a key head has several query heads, hiding what lies behind each costs more than a pass over dQ.

@@ -244,7 +244,7 @@ def _layout(
     """``here``: on a GPU with the Hopper kernels; ``fused``: by that of all gradients; the rest as in ``Layout``."""
     per_token = any(shape[2] > 1 for shape, _ in scales) and not (extent is not None and extent.shared)
     served = here and hopper.serves(spec, per_token=per_token, rotated=rotated)
-    pieces = hopper.PIECES if served and fused and hopper.in_pieces(spec, rotated=rotated) else None
+    pieces = hopper.pieces_of(spec, rotated=rotated) if served and fused else None
     return Layout(spec, rotated, served, scales, extent, keys_in_place, pieces)
 
 

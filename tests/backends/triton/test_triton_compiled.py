@@ -84,6 +84,8 @@ assert not any("global.b16" in each.asm["ptx"] for each in made), "numbers of 16
 print(json.dumps([each.metadata.name for each in hoppers]))
 """
 
+APART = ["all_gradients_in_pieces_hopper", "value_gradients_hopper"]
+
 
 @pytest.mark.parametrize(
     ("recipe", "size", "size_v", "backward"),
@@ -92,13 +94,8 @@ print(json.dumps([each.metadata.name for each in hoppers]))
         pytest.param("fp8", 128, 128, ["all_gradients_hopper"], marks=pytest.mark.exhaustive),
         # What Q of 16 bits changes is compiled in test_triton_hopper.py as well.
         pytest.param("onepass", 128, 128, [], marks=pytest.mark.exhaustive),
-        pytest.param(
-            "fp8-head",
-            192,
-            128,
-            ["all_gradients_in_pieces_hopper", "value_gradients_hopper"],
-            marks=pytest.mark.exhaustive,
-        ),
+        pytest.param("fp8-head", 192, 128, APART, marks=pytest.mark.exhaustive),
+        pytest.param("fp8-head", 192, 192, APART, marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_kernels_of_a_packed_batch_compile(

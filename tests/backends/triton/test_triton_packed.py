@@ -72,6 +72,7 @@ WIDE = {"head_dim": 64, "head_dim_v": 64}
 GROUPED: Pair = TritonForward("fp8-head", PERSISTENT), FUSED, {**WIDE, "heads": (2, 1)}
 IN_PLACE: Pair = TritonForward("fp8-head", PERSISTENT), FUSED, {**WIDE, "heads": (2, 2)}
 MLA: Pair = TritonForward("fp8-head", PERSISTENT), IN_PIECES, {"heads": (2, 2), "head_dim": 192, "head_dim_v": 128}
+WIDEST: Pair = *MLA[:2], {"heads": (2, 1), "head_dim": 192, "head_dim_v": 192}
 NARROW: Pair = TritonForward("fp8-head", PERSISTENT), FUSED, {"heads": (2, 1), "head_dim": 80, "head_dim_v": 80}
 PAIRS = {
     "plain": PLAIN,
@@ -80,6 +81,7 @@ PAIRS = {
     "hopper, dQ in place": IN_PLACE,
     "hopper, left-padded": (*IN_PLACE[:2], {**IN_PLACE[2], "padding": "left"}),
     "hopper, MLA": MLA,
+    "hopper, V of 192": WIDEST,
     "hopper, in pieces": NARROW,
 }
 by_pair = pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)

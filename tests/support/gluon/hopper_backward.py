@@ -127,6 +127,8 @@ CASES = {
     ),
     "D 192, Dv 64, window to the end": Case(_spec(700, 500, Mask(90, 20, _END), head_dim=192, head_dim_v=64), "none"),
     "D 170, Dv 100, fp16": Case(_spec(300, 400, head_dim=170, head_dim_v=100, dtype="fp16"), "none"),
+    "D 192, Dv 192": Case(_spec(512, 512, head_dim=192), "none"),
+    "D 192, Dv 192, causal, groups of 2": Case(_spec(777, 777, _CAUSAL, heads=4, kv_heads=2, head_dim=192), "none"),
     "D 192, few tokens": Case(_spec(1, 5, heads=3, head_dim=192, head_dim_v=128), "none"),
     "D 192, long causal": Case(_spec(8192, 8192, _CAUSAL, head_dim=192, head_dim_v=128), "none"),
 }

@@ -14,11 +14,11 @@ makes half of the columns, or half of the rows where a block has 128 queries.  A
 dS is there: so neither warpgroup waits for the other, and they may be half a block apart, one with its exponentials and
 the other with its products.
 
-A second kernel takes heads of 96 as 64 and 32 columns (``with_values``), and the 192 and 128 of MLA, whose Q and K are
-128 and 64.  For MLA dV has a kernel of its own: its sums would not fit the registers beside those of dK, nor dO in bf16
-shared memory.  A warpgroup then keeps its values in registers, which they reach by way of the memory where dQ is staged
-later.  Of dQ a warpgroup makes one of the pieces of 64 and 32, for which the matrix instruction is fastest, or half the
-columns of each.
+A second kernel takes heads of 96 as 64 and 32 columns (``with_values``), and those of 192 as 128 and 64: Q and K of
+MLA, whose V has 128, or V too.  Of 192 columns dV has a kernel of its own (``hopper.values``): its sums would not fit
+the registers beside those of dK, nor dO in bf16 shared memory.  A warpgroup then keeps its values in registers, which
+they reach by way of the memory where dQ is staged later.  Of dQ a warpgroup makes one of the pieces of 64 and 32, for
+which the matrix instruction is fastest, or half the columns of each.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from .fused_pieces import slots
 from .fused_sums import load, sum_up
 from .fused_tiles import STAGED
 from .shared import CONSUMERS, ROWS, barrier_where, block_and_head
@@ -47,9 +48,9 @@ _Given = namedtuple(
 
 
 @gluon.jit
-def _slots(x, count: gl.constexpr, rows: gl.constexpr):
-    """Shared memory for so many blocks of rows."""
-    return gl.allocate_shared_memory(x.dtype, [count, rows, x.block_type.shape[1]], x.layout)
+def _over(place, x):
+    """A warpgroup's rows of x each, in memory that serves for something else later."""
+    return place._reinterpret(x.dtype, [CONSUMERS, ROWS, x.block_type.shape[1]], x.layout)
 
 
 @gluon.jit
@@ -146,16 +147,16 @@ def all_gradients_hopper(
     head_dim: gl.constexpr = k.block_type.shape[1]
     head_dim_v: gl.constexpr = v.block_type.shape[1]
     part: gl.constexpr = dq_sums.block_type.shape[1]  # columns of dQ that a warpgroup makes
-    keys, value_blocks = _slots(k, CONSUMERS, ROWS), _slots(v, CONSUMERS, ROWS)
+    keys, value_blocks = slots(k, CONSUMERS, ROWS), slots(v, CONSUMERS, ROWS)
     wide_keys = _widened(dq_sums, head_dim)
-    queries, grads = _slots(q, 2, block_m), _slots(do, 2, block_m)
-    wide_queries, wide_grads = _slots(q_wide, 2, block_m), _slots(do_wide, 2, block_m)
+    queries, grads = slots(q, 2, block_m), slots(do, 2, block_m)
+    wide_queries, wide_grads = slots(q_wide, 2, block_m), slots(do_wide, 2, block_m)
     bases = gl.allocate_shared_memory(rows.dtype, [2, block_m], rows.layout)
     deltas = gl.allocate_shared_memory(rows.dtype, [2, block_m], rows.layout)
     score_grads = _of_scores(block_m)
     # Of a warpgroup's dQ: as many as are under way, or more, so that its dK or dV fits there in the end.
     blocks: gl.constexpr = max(STAGED, ROWS * max(head_dim, head_dim_v) // (dq_sums.block_type.shape[0] * part))
-    staged = _slots(dq_sums, CONSUMERS * blocks, dq_sums.block_type.shape[0])
+    staged = slots(dq_sums, CONSUMERS * blocks, dq_sums.block_type.shape[0])
     turning = wide_queries
     if rotated:
         turning = wide_queries._reinterpret(turn.dtype, [head_dim, head_dim], turn.layout)
@@ -186,38 +187,43 @@ def all_gradients_in_pieces_hopper(
     k_batch, k_head, kv_heads, seqlen_q, seqlen_kv, padded_q, padded_kv, plane, size: gl.constexpr,
     size_v: gl.constexpr, exponent, before, after,
     group: gl.constexpr, shares: gl.constexpr, left: gl.constexpr, right: gl.constexpr, ragged: gl.constexpr,
-    with_values: gl.constexpr, registers: gl.constexpr, aligned: gl.constexpr, scaled_up: gl.constexpr,
+    with_values: gl.constexpr, values_in_pieces: gl.constexpr, registers: gl.constexpr, aligned: gl.constexpr,
+    scaled_up: gl.constexpr,
 ):  # fmt: skip
     """dK and, ``with_values``, dV of 128 keys and a share of the query heads, and their part of dQ.
 
-    Arguments as of ``all_gradients_hopper``; ``more_...`` read or add to the second piece.  Without dV, V and dO
-    are in one piece, and nothing reads ``more_v``, ``more_do``, ``do_wide`` and ``more_do_wide``.  With a table all
-    that is laid out has slots, dQ's sums too.
+    Arguments as of ``all_gradients_hopper``; ``more_...`` read or add to the second piece.  Without dV nothing reads
+    ``do_wide`` and ``more_do_wide``, and unless ``values_in_pieces`` nothing ``more_v`` and ``more_do``.  With a table
+    all that is laid out has slots, dQ's sums too.
     """
     if tiles is not None:  # noqa: SIM102 (where all lengths are alike there is no branch)
         if block_and_head()[0] >= gl.load(tiles):
             return
     block_m: gl.constexpr = q.block_type.shape[0]
-    keys = _slots(k, CONSUMERS, ROWS), _slots(more_k, CONSUMERS, ROWS)
+    keys = slots(k, CONSUMERS, ROWS), slots(more_k, CONSUMERS, ROWS)
     wide_keys = _widened(dq_sums, k.block_type.shape[1]), _widened(more_dq_sums, more_k.block_type.shape[1])
-    queries = _slots(q, 2, block_m), _slots(more_q, 2, block_m)
-    first_grads = _slots(do, 2, block_m)
-    wide_queries = _slots(q_wide, 2, block_m), _slots(more_q_wide, 2, block_m)
+    queries = slots(q, 2, block_m), slots(more_q, 2, block_m)
+    wide_queries = slots(q_wide, 2, block_m), slots(more_q_wide, 2, block_m)
     bases = gl.allocate_shared_memory(rows.dtype, [2, block_m], rows.layout)
     deltas = gl.allocate_shared_memory(rows.dtype, [2, block_m], rows.layout)
     score_grads = _of_scores(block_m)
     # Of a warpgroup's dQ as much as is under way: two blocks, or two pieces.
     blocks: gl.constexpr = STAGED if with_values else 1
-    staged = _slots(dq_sums, CONSUMERS * blocks, block_m), _slots(more_dq_sums, CONSUMERS * blocks, block_m)
+    staged = slots(dq_sums, CONSUMERS * blocks, block_m), slots(more_dq_sums, CONSUMERS * blocks, block_m)
     if with_values:
-        value_blocks = _slots(v, CONSUMERS, ROWS), _slots(more_v, CONSUMERS, ROWS)
-        grads = first_grads, _slots(more_do, 2, block_m)
-        wide_grads = _slots(do_wide, 2, block_m), _slots(more_do_wide, 2, block_m)
+        value_blocks = slots(v, CONSUMERS, ROWS), slots(more_v, CONSUMERS, ROWS)
+        wide_grads = slots(do_wide, 2, block_m), slots(more_do_wide, 2, block_m)
+        grads = slots(do, 2, block_m), slots(more_do, 2, block_m)
         of_v, of_do = (v, more_v), (do, more_do)
     else:
-        value_blocks = (staged[0]._reinterpret(v.dtype, [CONSUMERS, ROWS, v.block_type.shape[1]], v.layout),)
-        grads, wide_grads = (first_grads,), wide_queries
-        of_v, of_do = (v,), (do,)
+        wide_grads = wide_queries
+        if values_in_pieces:
+            value_blocks = _over(staged[0], v), _over(staged[1], more_v)
+            grads = slots(do, 2, block_m), slots(more_do, 2, block_m)
+            of_v, of_do = (v, more_v), (do, more_do)
+        else:
+            value_blocks, grads = (_over(staged[0], v),), (slots(do, 2, block_m),)
+            of_v, of_do = (v,), (do,)
     held, narrow, wide, wide_free, grads_made, grads_free, turn_filled = _barriers(False)
     given = _Given(
         (dq_sums, more_dq_sums), dk_out, dv_out, row_values, factors, k_descale,

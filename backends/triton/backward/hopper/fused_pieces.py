@@ -19,13 +19,22 @@ __all__ = [
     "bring",
     "done",
     "done_with",
+    "in_registers",
     "operands",
     "query_products",
     "scores",
+    "scores_of",
+    "slots",
     "store_pieces",
     "sums_of_keys",
     "widen_all",
 ]
+
+
+@gluon.jit
+def slots(x, count: gl.constexpr, rows: gl.constexpr):
+    """Shared memory for so many blocks of rows."""
+    return gl.allocate_shared_memory(x.dtype, [count, rows, x.block_type.shape[1]], x.layout)
 
 
 @gluon.jit
@@ -63,6 +72,25 @@ def scores(keys, queries, slot, which: gl.constexpr, block_m: gl.constexpr, layo
     s = transposed_product(keys[0].index(which), queries[0].index(slot), block_m, layout)
     if len(keys) > 1:
         s = warpgroup_mma(keys[1].index(which), queries[1].index(slot).permute([1, 0]), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def in_registers(tiles, which: gl.constexpr, layout: gl.constexpr):
+    """A warpgroup's e4m3 rows as first operands of products whose result has this layout."""
+    operand_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
+    if len(tiles) == 1:
+        return (tiles[0].index(which).load(operand_layout),)
+    else:  # noqa: RET505
+        return (tiles[0].index(which).load(operand_layout), tiles[1].index(which).load(operand_layout))
+
+
+@gluon.jit
+def scores_of(rows, queries, slot, block_m: gl.constexpr, layout: gl.constexpr):
+    """Starts the products of ``rows`` in registers with a block of queries, or of their gradients."""
+    s = transposed_product(rows[0], queries[0].index(slot), block_m, layout)
+    if len(rows) > 1:
+        s = warpgroup_mma(rows[1], queries[1].index(slot).permute([1, 0]), s, is_async=True)
     return s
 
 

@@ -14,16 +14,18 @@ from .fused_pieces import (
     bring,
     done,
     done_with,
+    in_registers,
     operands,
     query_products,
     scores,
+    scores_of,
     store_pieces,
     sums_of_keys,
     widen_all,
 )
 from .fused_tiles import clear_behind, first_rows, store_whole, times
 from .sequences import asked_for, sequence, where
-from .shared import CONSUMERS, ROWS, block_and_head, span_of_queries, transposed_product, turned, visible_part
+from .shared import CONSUMERS, ROWS, block_and_head, span_of_queries, turned, visible_part
 
 __all__ = ["load", "sum_up"]
 
@@ -106,13 +108,13 @@ def _store(
     else:
         tma.store_wait(0)  # the blocks of dQ that were staged are read, and their memory serves for dV and dK
         dk, dv = dk[0], asked_for(dv[0], queries, tiles)
-        store_whole(given.dv_out, dv, given.staged[0], which, at, top, seqlen_kv, given.size_v)
+        store_whole(given.dv_out, dv, given.staged[0], which, at, top, seqlen_kv, 0, given.size_v)
         if rotated:  # meanwhile the matrix comes
             mbarrier.wait(given.turn_filled, 0)
             layout: gl.constexpr = dk.type.layout
             dk = turned(dk, given.turning, dk.shape[1], layout)
         dk = asked_for(dk * (over / under), queries, tiles)
-        store_whole(given.dk_out, dk, given.staged[0], which, at, top, seqlen_kv, given.size)
+        store_whole(given.dk_out, dk, given.staged[0], which, at, top, seqlen_kv, 0, given.size)
 
 
 @gluon.jit
@@ -163,7 +165,7 @@ def sum_up(
     mbarrier.wait(given.narrow.index(0), 0)
     s = scores(given.keys, given.queries, 0, which, block_m, s_layout)
     if not with_values:
-        v = given.value_blocks[0].index(which).load(gl.DotOperandLayout(0, s_layout, 4))
+        v = in_registers(given.value_blocks, which, s_layout)
     widen_all(given.keys, given.wide_keys, which)  # the other warpgroup's keys are there when its first dS is
     fence_async_shared()
     s = warpgroup_mma_wait(0, [s])
@@ -196,7 +198,7 @@ def sum_up(
         if with_values:
             dp = scores(given.value_blocks, given.grads, slot, which, block_m, s_layout)
         else:
-            dp = transposed_product(v, given.grads[0].index(slot), block_m, s_layout)
+            dp = scores_of(v, given.grads, slot, block_m, s_layout)
         # dK of the block before: dS out of registers would take twice as many, in halves, from turn to turn.
         ds = given.score_grads.index(other).slice(which * ROWS, ROWS, 0)
         dk = add_products((ds, ds), given.wide_queries, gl.where(turns > 0, other, slot), dk)

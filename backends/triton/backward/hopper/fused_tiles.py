@@ -88,15 +88,15 @@ def times(p, factor):
 
 
 @gluon.jit
-def store_whole(out, x, staged, which: gl.constexpr, at, top, length, size):
-    """As ``shared.store``, from the first column on, through a warpgroup's part of ``staged``.
+def store_whole(out, x, staged, which: gl.constexpr, at, top, length, first, size):
+    """As ``shared.store``, through a warpgroup's part of ``staged``.
 
     In registers a thread has pairs of columns; what it takes out of shared memory are 16 bytes that lie together.  FP32
     does not fit there, and is stored out of registers.
     """
     if out.dtype.element_ty == gl.float32:
         layout: gl.constexpr = x.type.layout
-        store(out, x, at, top, length, 0, size, layout)
+        store(out, x, at, top, length, first, size, layout)
     else:
         columns: gl.constexpr = x.shape[1]
         each: gl.constexpr = staged.shape[0] * staged.shape[1] * staged.shape[2] // (CONSUMERS * ROWS * columns)
@@ -104,4 +104,4 @@ def store_whole(out, x, staged, which: gl.constexpr, at, top, length, size):
         place = staged._reinterpret(out.dtype.element_ty, [CONSUMERS * each, ROWS, columns], room).index(which * each)
         place.store(x.to(out.dtype.element_ty))
         vectors: gl.constexpr = gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
-        store(out, place.load(vectors), at, top, length, 0, size, vectors)
+        store(out, place.load(vectors), at, top, length, first, size, vectors)

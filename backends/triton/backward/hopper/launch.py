@@ -25,9 +25,8 @@ from ..tiles import Ring
 __all__ = [
     "KEPT",
     "MOST_SUMMED",
-    "PIECES",
     "adds",
-    "in_pieces",
+    "pieces_of",
     "run_all",
     "run_keys",
     "run_queries",
@@ -43,28 +42,30 @@ MOST_SUMMED = 32768
 _ROWS = 64
 _PART = 64  # columns of an e4m3 sum at a time, and so rows of a rotation's matrix
 _SIZES = (64, 128)  # padded head dimensions
-_MLA = (128, 64)  # pieces of Q and K
-_VALUE_STAGES = 5  # blocks of queries on their way in the kernel of dV: as many as shared memory holds
-PIECES = (64, 32)  # of Q, K and V
+_NARROW, _WIDE = (64, 32), (128, 64)  # pieces of heads of 96 and of 192
 
 
 def serves(spec: AttentionSpec, *, per_token: bool, rotated: bool) -> bool:
     """Whether the Hopper kernels support this: scales of tokens (``per_token``) and a soft cap take registers, and the
     gradient of several query heads is divided by the spec's scale.
     """
-    fits = padded(spec.head_dim) in _SIZES or (halves(spec.head_dim) == _MLA and not rotated)
-    takes_v = padded(spec.head_dim_v) in _SIZES
+    wide = halves(spec.head_dim) == _WIDE and not rotated
+    fits = wide or padded(spec.head_dim) in _SIZES
+    takes_v = padded(spec.head_dim_v) in _SIZES or (wide and halves(spec.head_dim_v) == _WIDE)
     return fits and takes_v and spec.softcap == 0 and spec.scale > 0 and forward.serves(spec, per_token=per_token)
 
 
-def in_pieces(spec: AttentionSpec, *, rotated: bool) -> bool:
-    """Whether the kernel of all gradients takes Q, K and V in pieces of 64 and 32 columns, not padded to 128.
+def pieces_of(spec: AttentionSpec, *, rotated: bool) -> tuple[int, int] | None:
+    """The columns of the pieces in which the kernel of all gradients takes Q, K and V alike, not padded to 128 or 256.
 
-    A rotation mixes the columns of both.
+    None where it does not, as a rotation mixes the columns of both.  MLA's Q and K are in pieces, and its V is not.
     """
-    least, most = PIECES[0], sum(PIECES)
-    fits = all(least < size <= most for size in (spec.head_dim, spec.head_dim_v))
-    return fits and not rotated
+    sizes = spec.head_dim, spec.head_dim_v
+    if rotated:
+        return None
+    if all(_NARROW[0] < size <= sum(_NARROW) for size in sizes):
+        return _NARROW
+    return _WIDE if all(halves(size) == _WIDE for size in sizes) else None
 
 
 @cache
@@ -115,7 +116,7 @@ def _keys(layout: Layout, ring: Ring, narrow: bool, dtype: torch.dtype) -> tuple
 def run_all(given: Prepared, dq_sums: Tensor | Piece, dk_out: Tensor, dv_out: Tensor) -> None:
     """Adds to dQ's sums, in bf16, and writes each share's dK and dV, on the current stream.
 
-    Where Q and K are in two pieces and V is not, dV is not written.
+    dV is not written if it is ``Layout.values_apart``.
     """
     do, rows = given.gradient.laid, given.gradient.rows
     if given.layout.rest:
@@ -163,8 +164,8 @@ def _all(layout: Layout, dtype: torch.dtype, shares: int) -> tuple[tuple[Describ
 @lru_cache(maxsize=MOST)
 def _in_pieces(layout: Layout, dtype: torch.dtype, shares: int) -> tuple[tuple[Described, ...], Launch]:
     """The same where Q and K are in two pieces, and perhaps V."""
-    spec, columns, with_values = layout.spec, (layout.head_dim, layout.rest), layout.rest_v > 0
-    columns_v = columns if with_values else (layout.head_dim_v,) * 2
+    spec, columns, columns_v = layout.spec, (layout.head_dim, layout.rest), _of_values(layout)
+    with_values = not layout.values_apart
     tiles = (
         *_columns(layout.q, columns), *_columns(layout.do, columns_v), *_columns(layout.k, columns),
         *_columns(layout.v, columns_v), *_columns(layout.q, columns), *_columns(layout.do, columns_v),
@@ -176,8 +177,8 @@ def _in_pieces(layout: Layout, dtype: torch.dtype, shares: int) -> tuple[tuple[D
         *layout.k_steps[:2],
         spec.kv_heads, extent.seqlen_q, extent.seqlen_kv, layout.padded_q, layout.padded_kv, layout.plane,
         spec.head_dim, spec.head_dim_v, layout.exponent, layout.before, layout.after, spec.group, shares,
-        *layout.edges, unequal or spec.seqlen_kv % KEPT != 0, with_values, registers()[1], layout.aligned,
-        layout.scaled_up,
+        *layout.edges, unequal or spec.seqlen_kv % KEPT != 0, with_values, layout.rest_v > 0, registers()[1],
+        layout.aligned, layout.scaled_up,
     )  # fmt: skip
     grid = extent.tiles("kv", KEPT), extent.entries * spec.kv_heads * shares, 1
     alike = dtype, *columns, *columns_v, unequal
@@ -185,30 +186,33 @@ def _in_pieces(layout: Layout, dtype: torch.dtype, shares: int) -> tuple[tuple[D
 
 
 def run_values(given: Prepared, dv_out: Tensor) -> None:
-    """Writes each share's dV where Q and K are in two pieces and V is not, on the current stream."""
+    """Writes each share's dV where it is ``Layout.values_apart``, on the current stream."""
     rows = given.gradient.rows
     tiles, start = _values(given.layout, dv_out.dtype, dv_out.shape[1] // given.layout.spec.kv_heads)
     q, k, do_wide = given.q.data, given.k.data, given.gradient.laid.further(False, interleaved=False)
-    start.on(rows.device, (q, q, k, k, do_wide, rows, rows, given.k_scale, dv_out, given.tiles("kv", KEPT)), tiles)
+    tiled = q, q, k, k, do_wide, do_wide, rows
+    start.on(rows.device, (*tiled, rows, given.k_scale, dv_out, given.tiles("kv", KEPT)), tiles)
 
 
 @lru_cache(maxsize=MOST)
 def _values(layout: Layout, dtype: torch.dtype, shares: int) -> tuple[tuple[Described, ...], Launch]:
     """What of the launch does not depend on memory."""
-    spec, columns, extent = layout.spec, (layout.head_dim, layout.rest), layout.extent
+    spec, columns, columns_v, extent = layout.spec, (layout.head_dim, layout.rest), _of_values(layout), layout.extent
     unequal = extent.sequences is not None
     tiles = (
-        *_columns(layout.q, columns), *_columns(layout.k, columns), _tiles(layout.do, _ROWS), _pieces(layout, _ROWS),
+        *_columns(layout.q, columns), *_columns(layout.k, columns), *_columns(layout.do, columns_v),
+        _pieces(layout, _ROWS),
     )  # fmt: skip
+    stages = 4 if layout.rest_v else 5  # as many as shared memory holds
     constants = (
         *layout.k_steps[:2],
         spec.kv_heads, extent.seqlen_q, extent.seqlen_kv, layout.padded_q, layout.padded_kv, layout.plane,
-        spec.head_dim_v, layout.exponent, layout.before, layout.after, spec.group, shares, _VALUE_STAGES,
-        *layout.edges, unequal or spec.seqlen_kv % KEPT != 0, registers()[1], layout.aligned,
+        spec.head_dim_v, layout.exponent, layout.before, layout.after, spec.group, shares, stages,
+        *layout.edges, unequal or spec.seqlen_kv % KEPT != 0, layout.rest_v > 0, registers()[1], layout.aligned,
     )  # fmt: skip
     grid = extent.tiles("kv", KEPT), extent.entries * spec.kv_heads * shares, 1
     return tiles, _launches("values", narrow=False)(
-        grid, constants, (dtype, *columns, layout.head_dim_v, unequal), **_options()
+        grid, constants, (dtype, *columns, *columns_v, unequal), **_options()
     )
 
 
@@ -284,6 +288,11 @@ def _tiles(shape: Shape, tokens: int) -> Described:
 def _columns(shape: Shape, columns: Sequence[int]) -> tuple[Described, ...]:
     """The same by blocks of so many columns of 64 tokens."""
     return tuple([described(rows_of(shape), (_ROWS, each)) for each in columns])
+
+
+def _of_values(layout: Layout) -> tuple[int, int]:
+    """Columns of V's and dO's pieces; where those are in one, it stands for the second, which nothing reads."""
+    return layout.head_dim_v, layout.rest_v or layout.head_dim_v
 
 
 def _halves(shape: Shape, tokens: int) -> Described:

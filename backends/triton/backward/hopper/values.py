@@ -1,4 +1,4 @@
-"""The Hopper kernel that makes dV alone, of heads whose dK leaves no registers for it: MLA's 192 and 128 (Gluon).
+"""The Hopper kernel that makes dV alone, of heads whose dK leaves no registers for it: those of 192 columns (Gluon).
 
 A warp loads and two warpgroups with 64 keys each compute, as in ``hopper.keys``.  The scores of the next block and
 the last block's addition to dV run beneath the exponentials of a block: so it is P, in 16 bits, that goes from block to
@@ -11,20 +11,20 @@ from collections import namedtuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
 from ..place import query_heads
-from .fused_pieces import bring, scores
+from .fused_pieces import add_products, bring, done, done_with, operands, scores, slots, sums_of_keys
 from .fused_tiles import store_whole
 from .sequences import asked_for, sequence, where
-from .shared import CONSUMERS, ROWS, advanced, block_and_head, operand, span_of_queries, visible_part
+from .shared import CONSUMERS, ROWS, advanced, block_and_head, span_of_queries, visible_part
 
 __all__ = ["value_gradients_hopper"]
 
 _NEVER = gl.constexpr(1 << 30)  # behind every query
 
 # What partitions are given: tensors and descriptors, shared memory (a Triton tuple has `values` of its own), barriers,
-# numbers.  Q and K are tuples of pieces.
+# numbers.  Q, K and dO are tuples of pieces.
 _Given = namedtuple(
     "_Given",
     "dv_out row_values k_descale q k do_wide rows keys queries wide_grads bases staged held filled emptied "
@@ -40,6 +40,8 @@ def _load(
     """Brings the program's keys, then block after block of the queries that see one of them."""
     of_keys: gl.constexpr = given.k[0].block_type.nbytes + given.k[1].block_type.nbytes
     of_queries: gl.constexpr = given.q[0].block_type.nbytes + given.q[1].block_type.nbytes
+    more: gl.constexpr = given.do_wide[1].block_type.nbytes if len(given.do_wide) > 1 else 0
+    of_grads: gl.constexpr = given.do_wide[0].block_type.nbytes + more
     seqlen_q, seqlen_kv, before, after = given.seqlen_q, given.seqlen_kv, given.before, given.after
     block, share = block_and_head()
     first_key = block * (CONSUMERS * ROWS)
@@ -59,12 +61,26 @@ def _load(
         for _step in range(span[3]):
             mbarrier.wait(given.emptied.index(slot), phase)
             full = given.filled.index(slot)
-            mbarrier.expect(full, of_queries + given.rows.block_type.nbytes + given.do_wide.block_type.nbytes)
+            mbarrier.expect(full, of_queries + of_grads + given.rows.block_type.nbytes)
             bring(given.q, row, full, given.queries, slot)
             tma.async_copy_global_to_shared(given.rows, [row], full, given.bases.index(slot))
-            tma.async_copy_global_to_shared(given.do_wide, [row, 0], full, given.wide_grads.index(slot))
+            bring(given.do_wide, row, full, given.wide_grads, slot)
             row += block_m
             slot, phase = advanced(slot, phase, stages)
+
+
+@gluon.jit
+def _as(x, others):
+    """x in bf16 as the operands that the others are; a sum that is under way has no layout to ask for."""
+    first: gl.constexpr = others[0].type.layout
+    if len(others) == 1:
+        return (gl.convert_layout(x, first, assert_trivial=True),)
+    else:  # noqa: RET505 (of a constant only one of the two is compiled)
+        second: gl.constexpr = others[1].type.layout
+        return (
+            gl.convert_layout(x, first, assert_trivial=True),
+            gl.convert_layout(x, second, assert_trivial=True),
+        )
 
 
 @gluon.jit
@@ -73,10 +89,7 @@ def _sum_up(
     stages: gl.constexpr, left: gl.constexpr, right: gl.constexpr, ragged: gl.constexpr, aligned: gl.constexpr,
 ):  # fmt: skip
     """dV of 64 keys."""
-    head_dim_v: gl.constexpr = given.wide_grads.shape[2]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_m, 32])
-    dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, head_dim_v, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, dv_layout, 2)
     share = block_and_head()[1]
     first_key, queries, seqlen_q, seqlen_kv, before, after, q_slot, _, at, k_place = where(
         given, tiles, share, shares, aligned, False
@@ -89,7 +102,7 @@ def _sum_up(
         whole = gl.where(first_key + CONSUMERS * ROWS > seqlen_kv, _NEVER, whole)
     factor = given.exponent * gl.load(k_place)
 
-    dv = gl.zeros([ROWS, head_dim_v], gl.float32, dv_layout)
+    dv = sums_of_keys(given.wide_grads)
     first_head, heads = query_heads(share, group, shares)
     blocks_of_all = heads * blocks
     of_head = given.row_values + 2 * given.plane + first_head * given.padded_q + q_slot
@@ -98,13 +111,13 @@ def _sum_up(
     mbarrier.wait(given.filled.index(0), 0)
     s = warpgroup_mma_wait(0, [scores(given.keys, given.queries, 0, which, block_m, s_layout)])
     # Before the first block there is none whose P to multiply: zeros, with the gradients that are there.
-    p16 = operand(gl.zeros([ROWS, block_m], gl.float32, s_layout), p_layout)
+    p16 = operands(gl.zeros([ROWS, block_m], gl.bfloat16, s_layout), dv)
     slot, phase, start = 0, 0, first
     # A value of its own: Triton takes a name for unchanged by a loop whose body assigns what it came in with.
     previous = slot + 0
     for step in range(blocks_of_all):
         # Before the scores: behind them it took 2 to 4 % longer, all gradients together (MLA on an H200).
-        dv = warpgroup_mma(p16, given.wide_grads.index(previous), dv, is_async=True)
+        dv = add_products(p16, given.wide_grads, previous, dv)
         # After the last block its own scores are computed again, and nothing reads them.
         over = step == blocks_of_all - 1
         next_slot, next_phase = advanced(slot, phase, stages)
@@ -116,8 +129,8 @@ def _sum_up(
         if left or right or ragged:  # noqa: SIM102 (where no block has an edge, there is no branch)
             if (start < whole) | (start >= parted):
                 p = visible_part(p, start, since, upto, right or ragged, left)
-        made = operand(p, p_layout)
-        s, dv, p16 = warpgroup_mma_wait(0, [following, dv, p16])
+        made = _as(p.to(gl.bfloat16), p16)
+        s, dv = done_with((following, p16[0]), dv)
         mbarrier.arrive(given.emptied.index(previous), count=1, pred=step > 0)
         p16 = made
         previous, slot, phase = slot, next_slot, next_phase
@@ -127,9 +140,12 @@ def _sum_up(
                 start = first
                 of_head += given.padded_q
                 own_factor = factor * gl.load(of_head, mask=step + 1 < blocks_of_all, other=1.0)
-    dv = warpgroup_mma_wait(0, [warpgroup_mma(p16, given.wide_grads.index(previous), dv, is_async=True)])
-    dv = asked_for(dv, queries, tiles)
-    store_whole(given.dv_out, dv, given.staged, which, at, first_key + which * ROWS, seqlen_kv, given.size_v)
+    dv = done(0, add_products(p16, given.wide_grads, previous, dv))
+    top = first_key + which * ROWS
+    columns: gl.constexpr = dv[0].shape[1]
+    for i in gl.static_range(len(dv)):
+        part = asked_for(dv[i], queries, tiles)
+        store_whole(given.dv_out, part, given.staged, which, at, top, seqlen_kv, i * columns, given.size_v)
 
 
 @gluon.jit(
@@ -138,31 +154,29 @@ def _sum_up(
     ]
 )  # fmt: skip
 def value_gradients_hopper(
-    q, more_q, k, more_k, do_wide, rows, row_values, k_descale, dv_out, tiles,
+    q, more_q, k, more_k, do_wide, more_do_wide, rows, row_values, k_descale, dv_out, tiles,
     k_batch, k_head, kv_heads, seqlen_q, seqlen_kv, padded_q, padded_kv, plane, size_v: gl.constexpr, exponent, before,
     after, group: gl.constexpr, shares: gl.constexpr, stages: gl.constexpr, left: gl.constexpr, right: gl.constexpr,
-    ragged: gl.constexpr, registers: gl.constexpr, aligned: gl.constexpr,
+    ragged: gl.constexpr, values_in_pieces: gl.constexpr, registers: gl.constexpr, aligned: gl.constexpr,
 ):  # fmt: skip
     """dV (B, Hkv · shares, Skv, Dv) of 128 keys and a share of the query heads.
 
-    Arguments as of ``fused.all_gradients_in_pieces_hopper``.
+    Arguments as of ``fused.all_gradients_in_pieces_hopper``; nothing reads ``more_do_wide`` unless
+    ``values_in_pieces``.
     """
     if tiles is not None:  # noqa: SIM102 (where all lengths are alike there is no branch)
         if block_and_head()[0] >= gl.load(tiles):
             return
     block_m: gl.constexpr = q.block_type.shape[0]
-    head_dim_v: gl.constexpr = do_wide.block_type.shape[1]
-    keys = (
-        gl.allocate_shared_memory(k.dtype, [CONSUMERS, ROWS, k.block_type.shape[1]], k.layout),
-        gl.allocate_shared_memory(k.dtype, [CONSUMERS, ROWS, more_k.block_type.shape[1]], more_k.layout),
-    )
-    queries = (
-        gl.allocate_shared_memory(q.dtype, [stages, block_m, q.block_type.shape[1]], q.layout),
-        gl.allocate_shared_memory(q.dtype, [stages, block_m, more_q.block_type.shape[1]], more_q.layout),
-    )
-    wide_grads = gl.allocate_shared_memory(do_wide.dtype, [stages, block_m, head_dim_v], do_wide.layout)
+    keys = slots(k, CONSUMERS, ROWS), slots(more_k, CONSUMERS, ROWS)
+    queries = slots(q, stages, block_m), slots(more_q, stages, block_m)
+    if values_in_pieces:
+        of_grads = do_wide, more_do_wide
+        wide_grads = slots(do_wide, stages, block_m), slots(more_do_wide, stages, block_m)
+    else:
+        of_grads, wide_grads = (do_wide,), (slots(do_wide, stages, block_m),)
     bases = gl.allocate_shared_memory(rows.dtype, [stages, block_m], rows.layout)
-    staged = gl.allocate_shared_memory(do_wide.dtype, [CONSUMERS, ROWS, head_dim_v], do_wide.layout)
+    staged = slots(do_wide, CONSUMERS, ROWS)
     held = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     filled = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     emptied = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
@@ -171,7 +185,7 @@ def value_gradients_hopper(
         mbarrier.init(filled.index(i), count=1)
         mbarrier.init(emptied.index(i), count=CONSUMERS)
     given = _Given(
-        dv_out, row_values, k_descale, (q, more_q), (k, more_k), do_wide, rows,
+        dv_out, row_values, k_descale, (q, more_q), (k, more_k), of_grads, rows,
         keys, queries, wide_grads, bases, staged, held, filled, emptied,
         k_batch, k_head, kv_heads, seqlen_q, seqlen_kv, padded_q, padded_kv, plane, size_v, exponent, before, after,
     )  # fmt: skip

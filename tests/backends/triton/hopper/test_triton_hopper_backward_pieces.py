@@ -24,7 +24,7 @@ pytest.importorskip("triton", minversion="3.6")
 
 from attnbench.backends.triton.backward import launch
 from attnbench.backends.triton.backward.contract import TritonBackward
-from attnbench.backends.triton.backward.hopper.launch import in_pieces, serves
+from attnbench.backends.triton.backward.hopper.launch import pieces_of, serves
 from attnbench.backends.triton.backward.operands import Prepared
 from attnbench.backends.triton.backward.tiles import MLA, Tile
 from attnbench.backends.triton.interpreter import interpreted
@@ -56,7 +56,8 @@ def check_in_pieces(given_: Saved, grad_out: Tensor) -> None:
     if given_.spec.head_dim <= 96:
         assert RAN == [("run_all", 64, 32, 32)]
     else:
-        assert RAN == [("run_all", 128, 64, 0), ("run_values", 128, 64, 0)]
+        more = 64 if given_.spec.head_dim_v > 128 else 0
+        assert [("run_all", 128, 64, more), ("run_values", 128, 64, more)] == RAN
 
 
 @st.composite
@@ -65,7 +66,9 @@ def specs(draw: st.DrawFn) -> AttentionSpec:
     kv_heads, seqlen_q = draw(st.integers(1, 2)), draw(st.integers(1, 150))
     side = st.one_of(st.none(), st.just(0), st.integers(0, 200))
     head_dim, head_dim_v = draw(
-        st.sampled_from([(192, 128), (192, 64), (161, 100), (96, 96), (80, 80), (65, 96), (96, 72)])
+        st.sampled_from(
+            [(192, 128), (192, 64), (161, 100), (192, 192), (170, 185), (96, 96), (80, 80), (65, 96), (96, 72)]
+        )
     )
     return AttentionSpec.make(
         batch=draw(st.integers(1, 2)),
@@ -97,7 +100,7 @@ def test_any_small_problem_agrees_with_fp64_on_its_operands(spec: AttentionSpec,
 
 
 @needs_interpreter
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (96, 96)])
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (192, 192), (96, 96)])
 @pytest.mark.parametrize(
     ("length", "shares"), [pytest.param(64, 4, id="dQ in sums"), pytest.param(128, 2, id="dQ in place")]
 )
@@ -123,7 +126,9 @@ MLA_SIZES = {"head_dim": 192, "head_dim_v": 128}
         (MLA_SIZES, True),
         ({**MLA_SIZES, "head_dim": 161}, True),
         ({**MLA_SIZES, "head_dim": 160}, False),  # 128 and 32
-        ({**MLA_SIZES, "head_dim_v": 192}, False),
+        ({**MLA_SIZES, "head_dim_v": 192}, True),
+        ({**MLA_SIZES, "head_dim_v": 160}, False),
+        ({"head_dim": 128, "head_dim_v": 192}, False),
         ({**MLA_SIZES, "softcap": 20.0}, False),
         ({**MLA_SIZES, "scale": -0.1}, False),
         ({**MLA_SIZES, "lengths": LengthsKind(batch="padded")}, True),
@@ -139,15 +144,19 @@ def test_which_problems_of_wide_heads_are_served(more: dict[str, Any], served: b
 @pytest.mark.parametrize(
     ("more", "pieces"),
     [
-        ({"head_dim": 96}, True),
-        ({"head_dim": 65}, True),
-        ({"head_dim": 64}, False),
-        ({"head_dim": 97}, False),
-        ({"head_dim": 96, "head_dim_v": 64}, False),
-        ({"head_dim": 96, "lengths": LengthsKind(batch="padded")}, True),
+        ({"head_dim": 96}, (64, 32)),
+        ({"head_dim": 65}, (64, 32)),
+        ({"head_dim": 64}, None),
+        ({"head_dim": 97}, None),
+        ({"head_dim": 96, "head_dim_v": 64}, None),
+        ({"head_dim": 96, "lengths": LengthsKind(batch="padded")}, (64, 32)),
+        ({"head_dim": 192}, (128, 64)),
+        ({"head_dim": 161, "head_dim_v": 192}, (128, 64)),
+        ({"head_dim": 160}, None),
+        (MLA_SIZES, None),  # of Q and K alone
     ],
     ids=str,
 )
-def test_which_heads_lie_in_pieces_that_would_also_fit_padded(more: dict[str, Any], pieces: bool) -> None:
-    assert in_pieces(spec_of(**more), rotated=False) == pieces
-    assert not in_pieces(spec_of(**more), rotated=True)
+def test_which_heads_lie_in_pieces(more: dict[str, Any], pieces: tuple[int, int] | None) -> None:
+    assert pieces_of(spec_of(**more), rotated=False) == pieces
+    assert pieces_of(spec_of(**more), rotated=True) is None
