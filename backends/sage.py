@@ -34,7 +34,7 @@ from attnbench.problem.spec import AttentionSpec
 
 from .common.cuda_limits import cuda_refusals
 from .common.installed import has_file, installed, release, without_cuda
-from .common.layout import aligned, padded, rounded_up
+from .common.layout import aligned, near, padded, rounded_up
 from .sage_operands import BY_THREAD_K, BY_THREAD_Q, Channels, Rows, row_scales
 
 __all__ = ["BACKEND", "SageFp8Forward", "SageInt8Forward"]
@@ -143,7 +143,9 @@ class SageInt8Forward(ForwardKernel):
         """Q and K in INT8, a scale for 128 queries and one for 64 keys; V in fp16, in which P·V is computed."""
         q, k, v = inputs.unquantised()
         size = _size(spec, _TRITON_SIZES)
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (padded(x, size) for x in (q, k, v)))
+        q, k, v = (
+            near(x, whole=True) if x.stride(-1) == 1 else x.contiguous() for x in (padded(x, size) for x in (q, k, v))
+        )
         mean = k.mean(dim=2, keepdim=True)
         suffix = "_hd96" if size == 96 else ""
         quantise = _function(f"quant_per_block{suffix}", f"per_block_int8{suffix}")
@@ -198,7 +200,7 @@ class SageFp8Forward(ForwardKernel):
         """
         q, k, v = inputs.unquantised()
         size = _size(spec, _BUILT_SIZES)
-        q, k, v = (aligned(padded(x, size)) for x in (q, k, v))
+        q, k, v = (near(aligned(padded(x, size)), whole=True) for x in (q, k, v))
         mean = k.mean(dim=2, keepdim=True)
         with _device(q):
             q8, q_scale, k8, k_scale = _function("triton.quant_per_thread", "per_thread_int8")(

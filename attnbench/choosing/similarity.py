@@ -106,6 +106,5 @@ def of_one_length(spec: AttentionSpec) -> AttentionSpec:
     lengths, longest = spec.lengths, spec.replace(lengths=None)
     if lengths is None or lengths.total_q is None:
         return longest
-    each = zip((spec.seqlen_q, spec.seqlen_kv), (lengths.total_q, lengths.total_kv), strict=True)
-    queries, keys = (max(1, round(lengths.typical(most, spec.batch, total))) for most, total in each)
+    queries, keys = (max(1, round(each)) for each in spec.typical_lengths)
     return longest.replace(batch=max(1, round(lengths.total_q / queries)), seqlen_q=queries, seqlen_kv=keys)

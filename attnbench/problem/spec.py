@@ -204,16 +204,25 @@ class AttentionSpec:
     def flops(self) -> float:
         """Floating-point operations of exact attention over the visible (query, key) pairs.
 
-        Forward: two products, 2·(D + Dv) a pair.  Training is ``FORWARDS_IN_TRAINING`` of them.  Of lengths a spec
-        knows the number, the total and the longest: ``LengthsKind.typical`` sequences then stand for all; padded rows
-        count as full.
+        Forward: two products, 2·(D + Dv) a pair.  Training is ``FORWARDS_IN_TRAINING`` of them.  ``typical_lengths``
+        stand for all; padded rows count as full.
         """
-        count, queries, keys = float(self.batch), self.seqlen_q, self.seqlen_kv
-        if self.lengths is not None and self.lengths.total_q is not None:
-            typical = self.lengths.typical(queries, self.batch, self.lengths.total_q)
-            keys = round(self.lengths.typical(keys, self.batch, self.lengths.total_kv))
-            queries, count = round(typical), self.lengths.total_q / typical
-        return self._operations(count * self.mask.area(queries, keys))
+        queries, keys = self.typical_lengths
+        total = None if self.lengths is None else self.lengths.total_q
+        count = float(self.batch) if total is None else total / queries
+        return self._operations(count * self.mask.area(round(queries), round(keys)))
+
+    @property
+    def typical_lengths(self) -> tuple[float, float]:
+        """Queries and keys of the sequences that hold most of the work, ``LengthsKind.typical`` of either.
+
+        Of lengths a spec knows the number, the total and the longest, and of padded rows the longest alone.
+        """
+        if self.lengths is None:
+            return self.seqlen_q, self.seqlen_kv
+        typical, kind = self.lengths.typical, self.lengths
+        queries = typical(self.seqlen_q, self.batch, kind.total_q)
+        return queries, typical(self.seqlen_kv, self.batch, kind.total_kv)
 
     @property
     def least_flops(self) -> float:

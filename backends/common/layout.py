@@ -12,7 +12,9 @@ from torch import Tensor
 
 from attnbench.problem.spec import AttentionSpec
 
-__all__ = ["aligned", "padded", "rounded_up", "tokens", "whole_gradients"]
+__all__ = ["aligned", "near", "padded", "rounded_up", "tokens", "whole_gradients"]
+
+_INT32 = 2**31 - 1
 
 
 def rounded_up(size: int, step: int) -> int:
@@ -45,6 +47,22 @@ def aligned(x: Tensor, vector: int = 16) -> Tensor:
     contiguous = x.stride(-1) == 1 or x.shape[-1] == 1
     if contiguous and not any(stride % step for stride in strides) and x.data_ptr() % vector == 0:
         return x
+    return _beside(x)
+
+
+def near(x: Tensor, *, whole: bool = False) -> Tensor:
+    """x (B, H, S, D), or a copy laid out (B, S, H, D) where it reaches over more than 2³¹ - 1 elements of its memory.
+
+    For kernels that count the elements of a batch entry, or of the ``whole`` tensor, in 32 bits: what they refuse by
+    size, they would still read wrongly in a view, as of a wide projection of Q, K and V together.
+    """
+    first = 0 if whole else 1
+    reach = sum((size - 1) * stride for size, stride in zip(x.shape[first:], x.stride()[first:], strict=True))
+    return x if reach <= _INT32 else _beside(x)
+
+
+def _beside(x: Tensor) -> Tensor:
+    """A copy with the heads of a token beside each other."""
     return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
 

@@ -34,7 +34,7 @@ from attnbench.problem.spec import AttentionSpec
 from ..common.cuda_limits import entry_refusals
 from ..common.declared_errors import DECLARED_ERROR, DECLARED_GRADIENT_ERROR, SHORT_ACCUMULATOR
 from ..common.installed import torch_availability
-from ..common.layout import aligned
+from ..common.layout import aligned, near
 from ..common.unpadding import unpads_forward
 from .blocks import block_mask, packed_blocks
 from .compiler import compiler_reason
@@ -168,7 +168,7 @@ class FlexForward(_Flex, ForwardKernel):
             blocks = packed_blocks(spec.mask, inputs.lengths, q.shape[2], k.shape[2])
         rows = partial(aligned, vector=q.element_size())
         # Detached, because flex refuses leaves on the CPU even where no gradients are recorded.
-        q_, k_, v_ = (rows(x.detach()) for x in (q, k, v))
+        q_, k_, v_ = (near(rows(x.detach())) for x in (q, k, v))
         options = _options(spec, q.device, precision_of(self.name))
         native = _Native(q_, k_, v_, blocks, _score_mod(None, cap), options)
         return Operands(spec, q, k, v, native, inputs.lengths)

@@ -21,7 +21,7 @@ from ..common.cuda_limits import cuda_refusals, entry_refusals
 from ..common.declared_errors import DECLARED_GRADIENT_ERROR
 from ..common.each_sequence import answer_each, derive_each, prepare_each
 from ..common.installed import cuda_availability
-from ..common.layout import aligned
+from ..common.layout import aligned, near
 from ..common.typed_kernel import TypedKernel
 
 __all__ = ["BACKEND", "Band", "causal_band"]
@@ -79,7 +79,7 @@ def _inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
         raise ValueError(band)
     if spec.group > 1:
         k, v = (x.repeat_interleave(spec.group, dim=1) for x in (k, v))
-    q, k, v = (aligned(x).transpose(1, 2) for x in (q, k, v))
+    q, k, v = (near(aligned(x)).transpose(1, 2) for x in (q, k, v))
     return q, k, v, band
 
 
@@ -120,7 +120,7 @@ class EfficientForward(_Efficient, ForwardKernel):
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
             found = torch._scaled_dot_product_efficient_attention(
-                aligned(q), aligned(k), aligned(v), None, with_lse, 0.0, causal, scale=scale
+                near(aligned(q)), near(aligned(k)), near(aligned(v)), None, with_lse, 0.0, causal, scale=scale
             )
             return found[0], found[1][..., :queries] if with_lse else None
 
@@ -154,7 +154,7 @@ class EfficientBackward(_Efficient, BackwardKernel):
         padded = F.pad(lse, (0, -spec.seqlen_q % _LSE_BLOCK), value=math.inf).contiguous()
         unused = torch.empty((), dtype=torch.int64)  # the dropout's random state
         dq, dk, dv, _ = torch.ops.aten._efficient_attention_backward(
-            aligned(grad_out).transpose(1, 2), q, k, v, None, saved.out.transpose(1, 2).contiguous(), None, None,
+            near(aligned(grad_out)).transpose(1, 2), q, k, v, None, saved.out.transpose(1, 2).contiguous(), None, None,
             spec.seqlen_q, spec.seqlen_kv, padded, 0.0, unused, unused, band.diagonal, False,
             scale=spec.scale, window_size=band.width,
         )  # fmt: skip

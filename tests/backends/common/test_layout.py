@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnbench.backends.common.layout import aligned, padded
+from attnbench.backends.common.layout import aligned, near, padded
 from attnbench.backends.flash_attention import fa4
 from attnbench.backends.flash_attention.fa3_operands import readable
 
@@ -36,3 +36,25 @@ def test_only_unreadable_layouts_are_copied(read: Callable[[Tensor], Tensor], dt
         assert copy.data_ptr() % 16 == 0
         assert all(stride * copy.element_size() % 16 == 0 for stride in copy.stride()[:-1])
         assert torch.equal(copy.float(), broken.float())
+
+
+@pytest.mark.parametrize(
+    ("strides", "copied"),
+    [
+        ((2**31 + 64, 64, 32, 1), (False, True)),  # batch entries far apart
+        ((64, 2**31 - 64, 32, 1), (False, True)),  # the last element of an entry is the last that 32 bits count
+        ((64, 2**31, 32, 1), (True, True)),
+        ((64, 32, 2**31, 1), (True, True)),
+    ],
+    ids=["entries", "just within", "heads", "tokens"],
+)
+def test_views_beyond_what_32_bits_count_are_copied(
+    strides: tuple[int, int, int, int], copied: tuple[bool, bool]
+) -> None:
+    memory = torch.empty(2**31 + 256, dtype=torch.uint8)  # of which a test touches a few pages
+    x = memory.as_strided((2, 2, 2, 32), strides)
+    x.copy_(torch.arange(x.numel()).view(x.shape))
+    for whole, copy in zip((False, True), copied, strict=True):
+        found = near(x, whole=whole)
+        assert (found.data_ptr() != memory.data_ptr()) == copy
+        assert torch.equal(found, x)

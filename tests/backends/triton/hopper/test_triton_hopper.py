@@ -78,8 +78,23 @@ def test_blocks_of_keys_are_shorter_where_longer_ones_would_compute_many_in_vain
 ) -> None:
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=seqlen, head_dim=128, mask=mask)
     assert one_pass_tile(spec).block_n == tile_of(spec, (9, 0), per_key=False).block_n == block
-    packed = replace(spec, lengths=LengthsKind(batch="packed", total_q=seqlen, total_kv=seqlen))
-    assert one_pass_tile(packed).block_n == 256
+    alike = replace(spec, lengths=LengthsKind(batch="packed", total_q=seqlen, total_kv=seqlen))
+    assert one_pass_tile(alike).block_n == block
+
+
+@pytest.mark.parametrize(
+    ("sequences", "longest", "total", "mask", "block"),
+    [(213, 640, 32768, Mask(), 128), (123, 2048, 65536, Mask(), 256), (123, 2048, 65536, Mask(right=0), 128),
+     (61, 4096, 65536, Mask(right=0), 256), (27, 8192, 50000, Mask(1023, 0), 128),
+     (15, 16384, 65536, Mask(4095, 0), 256)],
+)  # fmt: skip
+def test_blocks_of_keys_are_shorter_in_packed_batches_of_short_sequences(
+    sequences: int, longest: int, total: int, mask: Mask, block: int
+) -> None:
+    """As was faster on an H200 with lengths of a lognormal distribution."""
+    lengths = LengthsKind(batch="packed", square=True, total_q=total, total_kv=total)
+    spec = AttentionSpec.make(batch=sequences, heads=2, seqlen_q=longest, head_dim=128, mask=mask, lengths=lengths)
+    assert one_pass_tile(spec).block_n == tile_of(spec, (9, 0), per_key=False).block_n == block
 
 
 def test_only_supported_specs_are_served() -> None:
