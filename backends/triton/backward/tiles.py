@@ -69,7 +69,7 @@ class TileKey(NamedTuple):
 DEFAULT = Tiles(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3))
 # Heads wider than 128 (padded), for which the sums of dK and dV of 128 keys are more than all registers.  At D = 256, 8
 # heads and 16k tokens on an H100 dV, dK and dQ take 2.55, 3.78 and 3.37 ms, causal 1.28, 1.69 and 1.67; with 64 keys or
-# queries in 4 warps 2.72, 5.40 and 4.85.
+# queries in 4 warps 2.72, 5.40 and 4.85.  Heads of 161 to 192 columns, V too, take the fused kernel.
 WIDE = Tiles(Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), fused=True, values=Tile(64, 128, 8, 3))
 # The 192 and 128 of MLA and the like leave shared memory for a block more.
 MLA = Tiles(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3), fused=True, values=Tile(64, 128, 8, 3))

@@ -38,6 +38,7 @@ _CHUNK = 32  # of the head dimension: what an FP8 tensor core sums over at once
 _SHORTER, _WORTHWHILE = 128, 0.91
 # Tokens by which sequences of unequal length differ from the typical one: where a block ends in them is by chance.
 _AROUND = (-96, -32, 32, 96)
+_SAMPLED = 128  # tiles of queries that are looked at
 
 
 class Chunks(NamedTuple):
@@ -211,7 +212,7 @@ def _fitted(tile: Tile, spec: AttentionSpec) -> Tile:
 
 def _computed(tile: Tile, spec: AttentionSpec) -> int:
     """How many keys a head's tiles of queries compute with, added up over the tiles of one sequence, or of some that
-    stand for all.
+    stand for all; of long ones over some of the tiles.
     """
     queries, keys = map(round, spec.typical_lengths)
     around = (0,) if queries == spec.seqlen_q else _AROUND
@@ -220,7 +221,8 @@ def _computed(tile: Tile, spec: AttentionSpec) -> int:
 
 def _computed_of(tile: Tile, mask: Mask, queries: int, keys: int) -> int:
     blocks = 0
-    for top in range(0, queries, tile.block_m):
+    # An odd number of tiles apart, so that they begin at and within longer blocks.
+    for top in range(0, queries, tile.block_m * (queries // (_SAMPLED * tile.block_m) | 1)):
         first, _ = mask.span(top, queries, keys)
         _, end = mask.span(min(top + tile.block_m, queries) - 1, queries, keys)
         blocks += max(-(-end // tile.block_n) - first // tile.block_n, 1)  # as ``span_of_keys`` has it

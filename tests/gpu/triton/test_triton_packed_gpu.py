@@ -24,7 +24,7 @@ MASKS = [Mask(), Mask(right=0), Mask(right=0, alignment=END), Mask(200, 50, END)
     ("name", "size", "size_v"),
     [
         ("fp8", 128, 128), ("fp8-head", 128, 128), ("fp8", 64, 64), ("fp8-token", 128, 128),
-        ("fp8-head", 96, 72), ("fp8-head", 192, 128),
+        ("fp8-head", 96, 72), ("fp8-head", 192, 128), ("fp8-head", 192, 192),
     ],
 )  # fmt: skip
 def test_each_sequence_has_the_result_that_it_has_alone(name: str, size: int, size_v: int, mask: Mask) -> None:
@@ -54,7 +54,7 @@ def test_nonfinite_values_stay_in_their_sequence() -> None:
     lengths, wide = ((300, 300), (1, 1), (77, 77), (1000, 1000)), (128, 128)
     for name, heads, (size, size_v) in (
         ("fp8", (8, 2), wide), ("fp8-head", (8, 2), wide), ("fp8-head", (4, 4), wide), ("fp8-token", (8, 2), wide),
-        ("fp8-head", (4, 4), (192, 128)), ("fp8-head", (8, 2), (80, 96)),
+        ("fp8-head", (4, 4), (192, 128)), ("fp8-head", (4, 2), (192, 192)), ("fp8-head", (8, 2), (80, 96)),
     ):  # fmt: skip
         batch = Documents(lengths, Mask(right=0), heads=heads, head_dim=size, head_dim_v=size_v, device=DEVICE)
         forward, parts = TritonForward(name), batch.parts()

@@ -24,12 +24,11 @@ from .fused_pieces import (
     widen_all,
 )
 from .fused_tiles import clear_behind, first_rows, store_whole, times
-from .sequences import asked_for, sequence, where
+from .sequences import asked_for, seen_by, sequence, where
 from .shared import CONSUMERS, ROWS, block_and_head, span_of_queries, turned, visible_part
 
 __all__ = ["load", "sum_up"]
 
-_NEVER = gl.constexpr(1 << 30)  # behind every query
 _SHARED = gl.constexpr(BLOCK.bit_length() - 1)  # so many bits of a query are its place among those with one factor
 
 
@@ -138,10 +137,7 @@ def sum_up(
     )
     first, whole, parted, blocks = span_of_queries(first_key, seqlen_q, seqlen_kv, before, after, block_m, left, right)
     key = first_key + which * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-    since, upto = key - after if right else key * 0, key + before
-    if ragged:  # what lies behind the last key is seen by no query, in any block
-        since = gl.where(key < seqlen_kv, since, _NEVER)
-        whole = gl.where(first_key + CONSUMERS * ROWS > seqlen_kv, _NEVER, whole)
+    since, upto, whole = seen_by(key, first_key, whole, seqlen_kv, before, after, right, ragged)
     k_own = gl.load(k_place)
     factor = given.exponent * k_own
 

@@ -8,9 +8,10 @@ from triton.experimental.gluon import language as gl
 from ...tile_rows import ROW as TABLE_ROW
 from .shared import CONSUMERS, ROWS, block_and_head
 
-__all__ = ["asked_for", "sequence", "where"]
+__all__ = ["asked_for", "seen_by", "sequence", "where"]
 
 _ROW = gl.constexpr(TABLE_ROW.value)
+_NEVER = gl.constexpr(1 << 30)  # behind every query
 
 
 @gluon.jit
@@ -65,3 +66,16 @@ def where(given, tiles, share, shares: gl.constexpr, aligned: gl.constexpr, dq_i
 def asked_for(x, queries, tiles):
     """A gradient of keys; 0 of those of a sequence without queries, which may hold anything."""
     return x if tiles is None else gl.where(queries > 0, x, 0.0)
+
+
+@gluon.jit
+def seen_by(key, first_key, whole, seqlen_kv, before, after, right: gl.constexpr, ragged: gl.constexpr):
+    """The first and the last query that see each key, and ``whole`` of ``span_of_queries``.
+
+    ``ragged``: what lies behind the last key is seen by no query, in any block.
+    """
+    since, upto = key - after if right else key * 0, key + before
+    if ragged:
+        since = gl.where(key < seqlen_kv, since, _NEVER)
+        whole = gl.where(first_key + CONSUMERS * ROWS > seqlen_kv, _NEVER, whole)
+    return since, upto, whole

@@ -16,12 +16,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from ..place import query_heads
 from .fused_pieces import add_products, bring, done, done_with, operands, scores, slots, sums_of_keys
 from .fused_tiles import store_whole
-from .sequences import asked_for, sequence, where
+from .sequences import asked_for, seen_by, sequence, where
 from .shared import CONSUMERS, ROWS, advanced, block_and_head, span_of_queries, visible_part
 
 __all__ = ["value_gradients_hopper"]
-
-_NEVER = gl.constexpr(1 << 30)  # behind every query
 
 # What partitions are given: tensors and descriptors, shared memory (a Triton tuple has `values` of its own), barriers,
 # numbers.  Q, K and dO are tuples of pieces.
@@ -96,10 +94,7 @@ def _sum_up(
     )
     first, whole, parted, blocks = span_of_queries(first_key, seqlen_q, seqlen_kv, before, after, block_m, left, right)
     key = first_key + which * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-    since, upto = key - after if right else key * 0, key + before
-    if ragged:  # what lies behind the last key is seen by no query, in any block
-        since = gl.where(key < seqlen_kv, since, _NEVER)
-        whole = gl.where(first_key + CONSUMERS * ROWS > seqlen_kv, _NEVER, whole)
+    since, upto, whole = seen_by(key, first_key, whole, seqlen_kv, before, after, right, ragged)
     factor = given.exponent * gl.load(k_place)
 
     dv = sums_of_keys(given.wide_grads)
