@@ -143,9 +143,8 @@ class SageInt8Forward(ForwardKernel):
         """Q and K in INT8, a scale for 128 queries and one for 64 keys; V in fp16, in which P·V is computed."""
         q, k, v = inputs.unquantised()
         size = _size(spec, _TRITON_SIZES)
-        q, k, v = (
-            near(x, whole=True) if x.stride(-1) == 1 else x.contiguous() for x in (padded(x, size) for x in (q, k, v))
-        )
+        q, k, v = (near(padded(x, size), whole=True) for x in (q, k, v))
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         mean = k.mean(dim=2, keepdim=True)
         suffix = "_hd96" if size == 96 else ""
         quantise = _function(f"quant_per_block{suffix}", f"per_block_int8{suffix}")

@@ -36,7 +36,8 @@ _CHUNK = 32  # of the head dimension: what an FP8 tensor core sums over at once
 # 1.01 of the time of whole calls up to there (257 tokens, 512 under a causal mask, windows of 1,024), 0.90 to 1.05 at
 # 0.94 and 1.02 to 1.07 at 0.97.  Packed: 0.72 to 0.88 up to 0.82, 0.93 at 0.90, 1.03 and 1.04 at 0.93.
 _SHORTER, _WORTHWHILE = 128, 0.91
-# Tokens by which sequences of unequal length differ from the typical one: where a block ends in them is by chance.
+# Sequences of unequal length are taken for four that are so many tokens longer or shorter than the typical one, because
+# it is chance how much of its last block one fills.
 _AROUND = (-96, -32, 32, 96)
 _SAMPLED = 128  # tiles of queries that are looked at
 
@@ -221,7 +222,7 @@ def _computed(tile: Tile, spec: AttentionSpec) -> int:
 
 def _computed_of(tile: Tile, mask: Mask, queries: int, keys: int) -> int:
     blocks = 0
-    # An odd number of tiles apart, so that they begin at and within longer blocks.
+    # An odd number of tiles apart: some begin where a longer block does, and some in its middle.
     for top in range(0, queries, tile.block_m * (queries // (_SAMPLED * tile.block_m) | 1)):
         first, _ = mask.span(top, queries, keys)
         _, end = mask.span(min(top + tile.block_m, queries) - 1, queries, keys)

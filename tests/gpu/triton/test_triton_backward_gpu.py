@@ -22,15 +22,8 @@ DEVICE = torch.device("cuda", 0)
 END = "bottom-right"
 # Every head dimension, group, kind of mask and granularity compiles anew: few of each, many lengths.
 HEADS = [
-    (64, 64, 1),
-    (128, 128, 4),
-    (128, 64, 1),
-    (80, 80, 2),
-    (40, 24, 8),
-    (192, 128, 2),
-    (192, 192, 2),
-    (256, 256, 1),
-]
+    (64, 64, 1), (128, 128, 4), (128, 64, 1), (80, 80, 2), (40, 24, 8), (192, 128, 2), (192, 192, 2), (256, 256, 1),
+]  # fmt: skip
 LENGTHS = [(256, 256), (257, 257), (130, 333), (333, 130), (1, 200), (77, 1)]
 MASKS = [Mask(), Mask(right=0), Mask(right=0, alignment=END), Mask(left=37, right=11), Mask(left=150, alignment=END)]
 GRANULARITIES = ["head", "token"]

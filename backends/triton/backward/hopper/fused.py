@@ -49,7 +49,7 @@ _Given = namedtuple(
 
 @gluon.jit
 def _over(place, x):
-    """A warpgroup's rows of x each, in memory that serves for something else later."""
+    """Slots for each warpgroup's rows of x in the memory of ``place``, which is not needed before those are read."""
     return place._reinterpret(x.dtype, [CONSUMERS, ROWS, x.block_type.shape[1]], x.layout)
 
 

@@ -291,7 +291,7 @@ def _columns(shape: Shape, columns: Sequence[int]) -> tuple[Described, ...]:
 
 
 def _of_values(layout: Layout) -> tuple[int, int]:
-    """Columns of V's and dO's pieces; where those are in one, it stands for the second, which nothing reads."""
+    """Columns of V's and dO's two pieces; if they are in one, it is named twice, and no kernel reads the second."""
     return layout.head_dim_v, layout.rest_v or layout.head_dim_v
 
 
