@@ -1,4 +1,4 @@
-"""The check of far views, with its distances in miniature: a right plan passes, one that counts in few bits does not."""
+"""The check of far views, its distances in miniature: a right plan passes, one that counts in few bits does not."""
 
 from __future__ import annotations
 
