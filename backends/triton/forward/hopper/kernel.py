@@ -37,7 +37,7 @@ from .order import (
     tile_at,
 )
 from .products import add_products, rows_at, start_scores, store_tile
-from .scales import LOG2_E, at_least, cast_rows, factors_of_heads, number, set_number, unit_of
+from .scales import LOG2_E, at_least, cast_rows, factors_of_heads, number, set_numbers, unit_of
 from .softmax import MINUS_INFINITY, ROWS, block_weights, soft_capped, totals
 
 __all__ = ["CONSUMERS", "triton_fp8_attention_forward_hopper"]
@@ -116,18 +116,18 @@ def _load(
         for step in range(span.blocks):
             if casting:  # asked for before the wait
                 of_keys = gl.load(k_factor + step * apart, mask=some, other=1.0)
-                next_unit, most = unit_of(most, gl.load(v_factor + step * apart, mask=some, other=1.0))
+                of_values = gl.load(v_factor + step * apart, mask=some, other=1.0)
             mbarrier.wait(given.k_emptied.index(slot), phase)
-            if casting:
-                set_number(given.of_keys.index(slot), of_keys)
-                set_number(given.units.index(slot), next_unit)
-                set_number(given.changes.index(slot), unit / next_unit)
-                unit = next_unit
             full = given.k_filled.index(slot)
-            mbarrier.expect(full, chunks * given.k.block_type.nbytes)
             for chunk in gl.static_range(chunks):
                 at = [k_row + step * block_n, k_column + chunk * width]
                 tma.async_copy_global_to_shared(given.k, at, full, given.keys.index(slot * chunks + chunk))
+            if casting:  # beneath the copies
+                next_unit, most = unit_of(most, of_values)
+                set_numbers(given, slot, of_keys, next_unit, unit / next_unit)
+                unit = next_unit
+            # This arrives, and so comes behind the numbers; a copy may end before.
+            mbarrier.expect(full, chunks * given.k.block_type.nbytes)
             mbarrier.wait(given.v_emptied.index(slot), phase)
             full = given.v_filled.index(slot)
             mbarrier.expect(full, chunks_v * given.v.block_type.nbytes)

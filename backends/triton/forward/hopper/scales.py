@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from .softmax import ROWS, to_e4m3
 
-__all__ = ["LOG2_E", "at_least", "cast_rows", "factors_of_heads", "number", "set_number", "unit_of"]
+__all__ = ["LOG2_E", "at_least", "cast_rows", "factors_of_heads", "number", "set_numbers", "unit_of"]
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 _INFINITY = gl.constexpr(0x7F800000)  # its bits, and no number's are greater
@@ -94,13 +94,20 @@ def unit_of(most, descale):
 
 
 @gluon.jit
-def set_number(place, x):
-    """Writes a number to shared memory, for one warp."""
-    place.store(gl.full([1], x, gl.float32, gl.BlockedLayout([1], [32], [1], [0])))
+def set_numbers(given, slot, of_keys, unit, change):
+    """Writes the numbers of a block of keys to shared memory, for one warp."""
+    _set_number(given.of_keys.index(slot), of_keys)
+    _set_number(given.units.index(slot), unit)
+    _set_number(given.changes.index(slot), change)
     fence_async_shared()
 
 
 @gluon.jit
+def _set_number(place, x):
+    place.store(gl.full([1], x, gl.float32, gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
 def number(place):
-    """What ``set_number`` wrote, for four warps."""
+    """One of what ``set_numbers`` wrote, for four warps."""
     return gl.max(place.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
