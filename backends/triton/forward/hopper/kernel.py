@@ -230,11 +230,11 @@ def _attend(
             mbarrier.wait(given.v_filled.index(slot), phase)
             sums = add_products(sums, p, decay, given.value_blocks, slot, part, parts, chunks_v, o_layout)
             coming = start_scores(tile, given.keys, given.k_filled, next_slot, next_phase, block_n, chunks, s_layout)
-            if casting:  # read beneath the product
-                of_keys = number(given.of_keys.index(next_slot))
-                unit, less = number(given.units.index(next_slot)), number(given.changes.index(next_slot))
             _pass_turn(given.turn, which, turns)
             mbarrier.arrive(given.v_emptied.index(slot), count=1)
+            if casting:  # read beneath the product, and behind the turn
+                of_keys = number(given.of_keys.index(next_slot))
+                unit, less = number(given.units.index(next_slot)), number(given.changes.index(next_slot))
             scores = warpgroup_mma_wait(0, [coming])
             if casting:
                 factor = at_least(own * of_keys)
