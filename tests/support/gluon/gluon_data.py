@@ -1,6 +1,7 @@
 """The data types of Gluon's kernels on a CPU: blocks, pointers, descriptors and shared memory, as torch tensors.
 
-Unwritten shared memory is NaN, and a partition's writes to it are visible only after its fence.
+Unwritten shared memory is NaN.  What a partition writes to it is visible to products and TMA only after its fence, to
+the threads of other partitions also after it arrives at a barrier.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class Descriptor:
 
 @dataclass
 class _Stored:
-    """What was stored in shared memory and has no fence behind it; ``loaded``: by its threads."""
+    """What was stored in shared memory and has no fence behind it; ``loaded``: by threads that see it without one."""
 
     memory: Tensor
     data: Tensor
@@ -165,18 +166,23 @@ class Shared:
         return Shared(self.data.permute(*order))
 
     def load(self, layout: Any) -> Block:
-        # Threads see what they stored; only what TMA and products read needs a fence.
-        found = self.data.clone()
-        for each in STATE.stores:
-            if each.memory.data_ptr() == self.data.data_ptr() and each.memory.shape == self.data.shape:
-                found.copy_(each.data)
-                each.loaded = True
-                STATE.own.add(self.addresses)
-        return Block(found)
+        own = STATE.stores.get(self._place)
+        if own is not None:
+            STATE.own.add(self.addresses)
+        with STATE.program.changed:  # a fence moves what was released into memory
+            stored = own or STATE.program.released.get(self._place)
+            found = self.data if stored is None else stored.data
+            if stored is not None:
+                stored.loaded = True
+            return Block(found.clone())
 
     def store(self, x: Block) -> None:
         assert self.shape == x.shape
-        STATE.stores.append(_Stored(self.data, x.data))
+        STATE.stores[self._place] = _Stored(self.data, x.data)
+
+    @property
+    def _place(self) -> tuple[int, tuple[int, ...]]:
+        return self.data.data_ptr(), self.shape
 
     def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
         size = torch.Size(shape).numel() * dtype.itemsize
@@ -207,6 +213,8 @@ def atomic_add(pointer: Pointer, x: int) -> Block:
 
 
 def fence() -> None:
-    while STATE.stores:
-        each = STATE.stores.pop(0)
-        each.memory.copy_(each.data)
+    with STATE.program.changed:
+        for place, stored in STATE.stores.items():
+            stored.memory.copy_(stored.data)
+            STATE.program.released.pop(place, None)
+    STATE.stores.clear()

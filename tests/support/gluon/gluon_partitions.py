@@ -29,6 +29,7 @@ class Program:
         self.late, self.changed, self.running = late, threading.Condition(), 0
         self.waiting, self.failed = 0, False
         self.shared = 0  # bytes of shared memory
+        self.released: dict[Any, Any] = {}  # stores without a fence that are visible behind a barrier, by place
 
 
 class Barrier:
@@ -46,6 +47,8 @@ class Barrier:
     def update(self, arrivals: int = 0, announced: int = 0, copied: int = 0) -> None:
         with self.program.changed:
             self.pending -= arrivals
+            if arrivals:
+                self.program.released.update(STATE.stores)
             self.bytes += announced - copied
             assert self.pending >= 0, "more arrive than the barrier was made for"
             if self.pending == 0 and self.bytes == 0:
@@ -156,13 +159,14 @@ def specialize(partitions: Sequence[Any], warps: Sequence[int], registers: Seque
 
     def run(function: Callable[..., None], given: tuple[Any, ...]) -> None:
         STATE.program, STATE.place = program, place
-        STATE.products, STATE.stores, STATE.additions, STATE.own = [], [], [], set()
+        STATE.products, STATE.stores, STATE.additions, STATE.own = [], {}, [], set()
         owned.append(STATE.own)
         try:
             function(*given)
             assert not STATE.products, "products are under way when a partition ends"
             assert not STATE.additions, "additions may still read shared memory when a partition ends"
-            assert all(each.loaded for each in STATE.stores), "what is written to shared memory has no fence behind it"
+            unseen = [place for place, stored in STATE.stores.items() if not stored.loaded]
+            assert not unseen, "what is written to shared memory has no fence behind it"
         except Exception as error:
             errors.append(error)
             program.failed = True

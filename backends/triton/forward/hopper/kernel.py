@@ -110,13 +110,11 @@ def _load(
                 begin += tile.k_start
             k_factor = given.k_factors + tile.batch.to(gl.int64) * given.k_batch + kv_head * given.k_head + begin
             v_factor = given.v_factors + tile.batch.to(gl.int64) * given.v_batch + kv_head * given.v_head + begin
-            unit = gl.load(v_factor, mask=some, other=1.0)
+            of_keys = gl.load(k_factor, mask=some, other=1.0)
+            of_values = gl.load(v_factor, mask=some, other=1.0)
             # Of a name that starts as another's value the frontend carries the other through the loop.
-            most = unit * 1.0
+            unit, most = of_values * 1.0, of_values * 1.0
         for step in range(span.blocks):
-            if casting:  # asked for before the wait
-                of_keys = gl.load(k_factor + step * apart, mask=some, other=1.0)
-                of_values = gl.load(v_factor + step * apart, mask=some, other=1.0)
             mbarrier.wait(given.k_emptied.index(slot), phase)
             full = given.k_filled.index(slot)
             for chunk in gl.static_range(chunks):
@@ -126,7 +124,7 @@ def _load(
                 next_unit, most = unit_of(most, of_values)
                 set_numbers(given, slot, of_keys, next_unit, unit / next_unit)
                 unit = next_unit
-            # This arrives, and so comes behind the numbers; a copy may end before.
+            # This arrives, and so makes the numbers visible; a copy may end before.
             mbarrier.expect(full, chunks * given.k.block_type.nbytes)
             mbarrier.wait(given.v_emptied.index(slot), phase)
             full = given.v_filled.index(slot)
@@ -134,6 +132,10 @@ def _load(
             for chunk in gl.static_range(chunks_v):
                 at = [v_row + chunk * height, v_column + step * block_n]
                 tma.async_copy_global_to_shared(given.v, at, full, given.value_blocks.index(slot * chunks_v + chunk))
+            if casting:  # asked for before the next block's waits
+                beyond = gl.minimum(step + 1, span.blocks - 1) * apart
+                of_keys = gl.load(k_factor + beyond, mask=some, other=1.0)
+                of_values = gl.load(v_factor + beyond, mask=some, other=1.0)
             slot, phase = after(slot, phase, stages)
         place = following(place, tiles)
     publish_tile(given.board, tile_slot, tile_phase, 0, Tile(0, 0, 0, 0, 0, 0, 0, 0))
