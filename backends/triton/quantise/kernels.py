@@ -112,19 +112,20 @@ def _program_position(number, size):
 
 @triton.jit
 def _values(
-    job, size, batch, head, start, row, inside, dim: tl.constexpr, width: tl.constexpr, turn: tl.constexpr,
-    policy: tl.constexpr,
+    job, size, batch, head, start, row, inside, dim: tl.constexpr, begin: tl.constexpr, width: tl.constexpr,
+    turn: tl.constexpr, policy: tl.constexpr,
 ):  # fmt: skip
-    """Rows ``start + row`` of a head as they are, or in fp32 less the mean or, with ``turn``, times ``signs``.
+    """Rows ``start + row`` of a head, ``width`` columns from ``begin`` on, as they are, or in fp32 less the mean or,
+    with ``turn``, all columns times ``signs``.
 
     Zero where not ``inside``.  Numbers of 16 bits stay such while a scale is looked for: half as many registers.
     """
     # 64 bits for what may lie far away; within a tile 32 mostly do.
     x = job.x + batch.to(tl.int64) * _stride(job.stride_b, job) + head.to(tl.int64) * _stride(job.stride_h, job)
     x += start.to(tl.int64) * _stride(job.stride_s, job)
-    d = tl.arange(0, width)
+    d = begin + tl.arange(0, width)
     mask = inside[:, None]
-    if dim != width:
+    if dim < begin + width:
         mask = mask & (d < dim)[None, :]
     if turn:
         value, means = _turned_about(x, row, inside, job, dim, width), job.moved
@@ -186,6 +187,7 @@ def _cast_tile(
     size,
     number,
     dim: tl.constexpr,
+    rest: tl.constexpr,
     granularity: tl.constexpr,
     largest: tl.constexpr,
     rows: tl.constexpr,
@@ -194,8 +196,9 @@ def _cast_tile(
 ):
     """Scales, cast and copies of ``rows`` tokens of a head, in ``step`` sub-tiles, 4 with a transposed copy, else 1.
 
-    A word of the copy holds a token of each sub-tile.  Interleaved, the words of 16 tokens begin with the tokens
-    0 2 4 6, and after the one they begin with they hold the next one, the eighth and the ninth.
+    With ``rest`` there are two parts of the columns, half a power of two and so many; with a transposed copy one.  A
+    word of the copy holds a token of each sub-tile.  Interleaved, the words of 16 tokens begin with the tokens 0 2 4 6,
+    and after the one they begin with they hold the next one, the eighth and the ninth.
     """
     if job.tiles is None:
         batch, h, tile = _program_position(number, size)
@@ -205,11 +208,14 @@ def _cast_tile(
         batch, h, start, origin, length, slot = _own_tile(job, size, number)
         at = origin + start
     head = batch * size.heads + h
-    width: tl.constexpr = max(16, triton.next_power_of_2(dim))
     pitch: tl.constexpr = (dim + 15) // 16 * 16
     dtype: tl.constexpr = (job.data if job.flipped is None else job.flipped).dtype.element_ty
     part: tl.constexpr = rows // step
-    d, place = tl.arange(0, width), tl.arange(0, part)
+    width: tl.constexpr = max(16, triton.next_power_of_2(dim))
+    parts: tl.constexpr = 1 if rest == 0 else 2
+    half: tl.constexpr = width // parts
+    turn: tl.constexpr = job.signs is not None
+    place = tl.arange(0, part)
     first_token = (place // 4) * 16 + (place % 4) * 2 if interleaved else place * step
 
     tokens, values = (), ()
@@ -217,7 +223,12 @@ def _cast_tile(
         token = first_token + (j % 2 + j // 2 * 8 if interleaved else j)
         tokens += (token,)
         inside = start + token < length
-        values += (_values(job, size, batch, h, at, token, inside, dim, width, job.signs is not None, "evict_first"),)
+        for c in tl.static_range(parts):
+            values += (
+                _values(
+                    job, size, batch, h, at, token, inside, dim, c * half, rest if c else half, turn, "evict_first"
+                ),
+            )
 
     if granularity == "head" or granularity == "tensor":
         if job.tiles is None:
@@ -228,8 +239,8 @@ def _cast_tile(
             descale = descale_of(tl.load(_sequence_magnitude(job, size, h, slot)), largest)
     if granularity == "block":
         bits = tl.zeros([], tl.int32)
-        for j in tl.static_range(step):
-            bits = tl.maximum(bits, _most(values[j]))
+        for i in tl.static_range(step * parts):
+            bits = tl.maximum(bits, _most(values[i]))
         descale = descale_of(_in_full(bits, job), largest)
         if job.tiles is None:
             blocks = (size.seqlen + rows - 1) // rows
@@ -241,26 +252,33 @@ def _cast_tile(
 
     quotients = ()
     for j in tl.static_range(step):
-        wide = _widened(values[j])
         if granularity == "token":
-            each = descale_of(_in_full(tl.max(magnitude(wide), 1), job), largest)
-            tl.store(job.descale + first + tokens[j], each, start + tokens[j] < length)
-            each = tl.broadcast_to(each[:, None], [part, width])
-            quotient = divided(wide, each, 1.0 / each)
-        else:
-            quotient = divided(wide, descale, 1.0 / descale)
-        if job.signs is not None:  # the factor last: infinite before it, a quotient would be NaN
-            quotient *= job.factor
-        quotients += (quotient,)
+            most = tl.max(magnitude(_widened(values[j * parts])), 1)
+            for c in tl.static_range(1, parts):
+                most = tl.maximum(most, tl.max(magnitude(_widened(values[j * parts + c])), 1))
+            descale = descale_of(_in_full(most, job), largest)
+            tl.store(job.descale + first + tokens[j], descale, start + tokens[j] < length)
+        for c in tl.static_range(parts):
+            wide = _widened(values[j * parts + c])
+            if granularity == "token":
+                each = tl.broadcast_to(descale[:, None], [part, rest if c else half])
+                quotient = divided(wide, each, 1.0 / each)
+            else:
+                quotient = divided(wide, descale, 1.0 / descale)
+            if turn:  # the factor last: infinite before it, a quotient would be NaN
+                quotient *= job.factor
+            quotients += (quotient,)
 
     made = narrow(quotients, dtype) if job.flipped is None else turned_words(quotients, dtype)
     if job.data is not None:
         data = job.data.to(tl.pointer_type(tl.uint8)) + first * pitch
-        for j in tl.static_range(step):
-            mask = (start + tokens[j] < length)[:, None]
-            if dim != width:
+        for i in tl.static_range(step * parts):
+            token = tokens[i // parts]
+            d = i % parts * half + tl.arange(0, rest if i % parts else half)
+            mask = (start + token < length)[:, None]
+            if dim < i % parts * rest + half:
                 mask = mask & (d < dim)[None, :]
-            tl.store(data + (tokens[j][:, None] * pitch + d[None, :]), made[j], mask)
+            tl.store(data + (token[:, None] * pitch + d[None, :]), made[i], mask)
     if job.flipped is not None:
         # Words of a row of the transposed copy.
         if job.tiles is None:
@@ -271,6 +289,7 @@ def _cast_tile(
             column, place_of_head = (slot + start) // 4 + place, h
         base = job.flipped.to(tl.pointer_type(tl.int32)) + place_of_head.to(tl.int64) * dim * words
         mask = (column < words)[None, :]
+        d = tl.arange(0, width)
         if dim != width:
             mask = mask & (d < dim)[:, None]
         tl.store(base + d[:, None] * words + column[None, :], tl.trans(made[4]), mask)
@@ -281,6 +300,7 @@ def cast(
     jobs,
     sizes,
     dims: tl.constexpr,
+    rests: tl.constexpr,
     granularity: tl.constexpr,
     largest: tl.constexpr,
     rows: tl.constexpr,
@@ -302,9 +322,9 @@ def cast(
         number = program - size.first
         if _exists(job, size, number):
             if job.flipped is None:
-                _cast_tile(job, size, number, dims[i], granularity, largest, rows, 1, False)
+                _cast_tile(job, size, number, dims[i], rests[i], granularity, largest, rows, 1, False)
             else:
-                _cast_tile(job, size, number, dims[i], granularity, largest, rows_flipped, 4, interleaved[i])
+                _cast_tile(job, size, number, dims[i], rests[i], granularity, largest, rows_flipped, 4, interleaved[i])
 
 
 @triton.jit
@@ -330,7 +350,7 @@ def _chunk_magnitude(job, size, number, dim: tl.constexpr, rows: tl.constexpr):
     while tile < end:
         row = tl.arange(0, rows)
         inside = tile * rows + row < size.seqlen
-        value = _values(job, size, batch, h, tile * rows, row, inside, dim, width, False, "")
+        value = _values(job, size, batch, h, tile * rows, row, inside, dim, 0, width, False, "")
         if job.signs is not None:
             value = _block_sums(value.to(tl.float32), dim)
         peak = tl.maximum(peak, _most(value))
@@ -352,7 +372,7 @@ def _tile_magnitude(job, size, number, dim: tl.constexpr, rows: tl.constexpr):
     width: tl.constexpr = max(16, triton.next_power_of_2(dim))
     batch, h, start, origin, length, slot = _own_tile(job, size, number)
     row = tl.arange(0, rows)
-    value = _values(job, size, batch, h, origin + start, row, start + row < length, dim, width, False, "")
+    value = _values(job, size, batch, h, origin + start, row, start + row < length, dim, 0, width, False, "")
     if job.signs is not None:
         value = _block_sums(value.to(tl.float32), dim)
     tl.atomic_max(_sequence_magnitude(job, size, h, slot), _finite(_most(value), job), sem="relaxed")

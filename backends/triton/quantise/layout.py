@@ -57,10 +57,16 @@ TILES: dict[Granularity, dict[int, Tiles]] = {
     "block": {64: Tiles(BLOCK, BLOCK, 4), 128: Tiles(BLOCK, BLOCK, 4), 256: Tiles(BLOCK, BLOCK, 8)},
     "token": {64: Tiles(128, 64, 4), 128: Tiles(64, 64, 4), 256: Tiles(32, 32, 4)},
 }
-# Warps for blocks of 16 bits that are not rotated, of BLOCK tokens and of more, by head dimension.  On an H200 K and V
-# of 16,384 tokens of width 2048 take 0.059 ms for the longer blocks at 128 and 0.065 for BLOCK at 256; with twice as
+# Options for blocks of 16 bits that are not rotated, of BLOCK tokens and of more, by head dimension.  On an H200 K and
+# V of 16,384 tokens of width 2048 take 0.059 ms for the longer blocks at 128 and 0.065 for BLOCK at 256; with twice as
 # many warps 0.075 and 0.075.  One tensor after the other they took 0.068 and 0.067, and with half as many warps 0.086.
-_BLOCK_WARPS = {64: (4, 8), 128: (4, 16), 256: (4, 8)}
+# With 64 registers a thread a multiprocessor has two programs of 16 warps, which took 0.098 for 0.128 ms at 96.
+_BLOCK_OPTIONS = {
+    64: ({"num_warps": 4}, {"num_warps": 8}),
+    128: ({"num_warps": 4}, {"num_warps": 16, "maxnreg": 64}),
+    256: ({"num_warps": 4}, {"num_warps": 8}),
+}
+_LEAST_REST = 32  # columns: fewer would leave threads without work
 _MOST_PARTIAL = 1024  # magnitudes that a program of the second pass has to look through
 _INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -143,7 +149,7 @@ def layout_of(
     granularity = recipe.granularity
     tiles = asked or tiles_for(recipe, max(outline.shape[3] for outline in outlines))
     if granularity == "block":
-        tiles = tiles._replace(rows=block, rows_flipped=block, warps=_block_warps(outlines, recipe, block, tiles.warps))
+        tiles = tiles._replace(rows=block, rows_flipped=block)
     wanted: list[tuple[Wanted | None, ...]] = []
     slots: list[int | None] = []
     first: list[Size] = []
@@ -194,8 +200,10 @@ def layout_of(
     orders = tuple(outline.interleaved for outline in outlines)
     sizes, grid = _numbered(second)
     in_turns = len({size.programs for size in second}) == 1
-    arguments = granularity, LARGEST[recipe.format], tiles.rows, tiles.rows_flipped, orders, in_turns
-    launches: tuple[Launch, ...] = (Launch(cast, grid, (sizes, dims, *arguments), {"num_warps": tiles.warps}),)
+    rests = tuple(_rest(each, recipe) for each in outlines)
+    arguments = rests, granularity, LARGEST[recipe.format], tiles.rows, tiles.rows_flipped, orders, in_turns
+    options = _block_options(outlines, recipe, block, tiles) if granularity == "block" else {"num_warps": tiles.warps}
+    launches: tuple[Launch, ...] = (Launch(cast, grid, (sizes, dims, *arguments), options),)
     if granularity in ("tensor", "head"):
         sizes, grid = _numbered(first)
         magnitudes = Launch(largest_magnitudes, grid, (sizes, dims, tiles.first_rows), {"num_warps": tiles.first_warps})
@@ -270,12 +278,23 @@ def _places(
     return Places(rows, transposed, descale, magnitudes, turn, factor, fixed, begins, rest, stored)
 
 
-def _block_warps(outlines: Sequence[Outline], recipe: Recipe, block: int, otherwise: int) -> int:
-    """Of a program that has a block of so many tokens."""
+def _block_options(outlines: Sequence[Outline], recipe: Recipe, block: int, tiles: Tiles) -> dict[str, int]:
+    """How a program that has a block of so many tokens is compiled."""
     widest = max(outline.shape[3] for outline in outlines)
-    if recipe.rotation != "none" or widest > max(_BLOCK_WARPS) or any(each.dtype.itemsize > 2 for each in outlines):
-        return max(1, otherwise * block // BLOCK)
-    return next(warps for most, warps in _BLOCK_WARPS.items() if widest <= most)[block > BLOCK]
+    if recipe.rotation != "none" or widest > max(_BLOCK_OPTIONS) or any(each.dtype.itemsize > 2 for each in outlines):
+        return {"num_warps": max(1, tiles.warps * block // BLOCK)}
+    return next(options for most, options in _BLOCK_OPTIONS.items() if widest <= most)[block > BLOCK]
+
+
+def _rest(outline: Outline, recipe: Recipe) -> int:
+    """Columns of a tile behind half a power of two, where a power of two and so many pad the head dimension less than
+    the next power of two does, as with 192 and 96; 0 where they do not, and where the kernel needs whole rows.
+    """
+    dim = outline.shape[3]
+    half = 1 << (dim - 1).bit_length() - 1 if dim > 1 else 0
+    rest = max(_LEAST_REST, 1 << (dim - half - 1).bit_length())
+    rotated = outline.rotate and recipe.rotation == "hadamard"
+    return 0 if outline.transposed or rotated or rest >= half else rest
 
 
 def _check(outline: Outline) -> None:

@@ -32,7 +32,7 @@ CASES = [("head", "hadamard", "bfloat16", 128, 128)]
 OTHERS = [
     ("block", "none", "float16", 256, 128),
     ("token", "hadamard", "float32", 80, 128),
-    ("head", "none", "float16", 64, 128),
+    ("head", "none", "float16", 96, 128),
     ("block", "none", "bfloat16", 128, 256),
     ("block", "hadamard", "float32", 256, 128),
 ]

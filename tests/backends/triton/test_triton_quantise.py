@@ -95,6 +95,19 @@ def test_quantisation_equals_the_definition_bit_for_bit(
         assert found.transposed is None
 
 
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_rows_that_come_in_two_parts_equal_the_definition(granularity):
+    tensors = [laid_out((1, 2, 140, size), "bshd", torch.bfloat16, size) for size in (65, 80, 96, 192)]
+    for x in tensors:
+        x[:, :, ::2, -1] *= 8
+    found = quantised_together(list(map(Request, tensors)), Recipe(granularity))
+    for x, each in zip(tensors, found, strict=True):
+        wanted = quantise(x, Recipe(granularity))
+        assert torch.equal(bits(each.data.contiguous()), bits(wanted.data))
+        operand = each.operand(Recipe(granularity))
+        assert torch.equal(operand.dequantised(torch.float32), wanted.dequantised(torch.float32))
+
+
 @pytest.mark.parametrize(("block", "dtype"), every_pair([64, 256], [torch.bfloat16, torch.float16, torch.float32]))
 def test_blocks_of_any_length_are_quantised_separately(block, dtype):
     x = laid_out((2, 3, 300, 32), "bshd", dtype, 5, 0)
