@@ -196,9 +196,9 @@ def _cast_tile(
 ):
     """Scales, cast and copies of ``rows`` tokens of a head, in ``step`` sub-tiles, 4 with a transposed copy, else 1.
 
-    With ``rest`` there are two parts of the columns, half a power of two and so many; with a transposed copy one.  A
-    word of the copy holds a token of each sub-tile.  Interleaved, the words of 16 tokens begin with the tokens 0 2 4 6,
-    and after the one they begin with they hold the next one, the eighth and the ninth.
+    ``rest``: columns of a second part, behind half of the padded ones; 0 where there is one part, as with a transposed
+    copy.  A word of that copy holds a token of each sub-tile.  Interleaved, the words of 16 tokens begin with the
+    tokens 0 2 4 6, and after the one they begin with they hold the next one, the eighth and the ninth.
     """
     if job.tiles is None:
         batch, h, tile = _program_position(number, size)

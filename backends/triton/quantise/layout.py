@@ -9,6 +9,7 @@ from math import gcd
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from attnbench.errors import InputError
@@ -41,7 +42,7 @@ class Tiles(NamedTuple):
 # By the head dimension up to which they serve.  Those for 64 and 128 were the fastest on an H200 of those in
 # tests/gpu/tune/tune_quantise.py, within 1 %: a first pass over 256 tokens wins less.  Those for 256 were not measured:
 # a thread has about as many elements as at 128.
-# With half as many warps as at 128, Q, K and V of 72, 80 and 96 take 0.97, 0.94 and 0.95 of the time.
+# With half as many warps as at 128, Q, K and V of 72, 80 and 96 columns take 0.97, 0.94 and 0.95 of the time.
 _SHARED = {
     64: Tiles(64, 64, 4, 64, 4),
     96: Tiles(64, 64, 4, 128, 8),
@@ -66,7 +67,7 @@ TILES: dict[Granularity, dict[int, Tiles]] = {
 # Options for blocks of 16 bits that are not rotated, of BLOCK tokens and of more, by head dimension.  On an H200 K and
 # V of 16,384 tokens of width 2048 take 0.059 ms for the longer blocks at 128 and 0.065 for BLOCK at 256; with twice as
 # many warps 0.075 and 0.075.  One tensor after the other they took 0.068 and 0.067, and with half as many warps 0.086.
-# With 64 registers a thread a multiprocessor has two programs of 16 warps, which took 0.098 for 0.128 ms at 96.
+# With 64 registers a thread a multiprocessor has room for two programs of 16 warps: 0.098 ms for 0.128 at 96.
 _BLOCK_OPTIONS = {
     64: ({"num_warps": 4}, {"num_warps": 8}),
     128: ({"num_warps": 4}, {"num_warps": 16, "maxnreg": 64}),
@@ -293,12 +294,13 @@ def _block_options(outlines: Sequence[Outline], recipe: Recipe, block: int, tile
 
 
 def _rest(outline: Outline, recipe: Recipe) -> int:
-    """Columns of a tile behind half a power of two, where a power of two and so many pad the head dimension less than
-    the next power of two does, as with 192 and 96; 0 where they do not, and where the kernel needs whole rows.
+    """Columns of a tile's second part, behind the largest power of two below the head dimension: 64 of 192's.
+
+    0 where two parts would pad the head dimension as much as one does, and where the kernel needs whole rows.
     """
     dim = outline.shape[3]
-    half = 1 << (dim - 1).bit_length() - 1 if dim > 1 else 0
-    rest = max(_LEAST_REST, 1 << (dim - half - 1).bit_length())
+    half = triton.next_power_of_2(dim) // 2
+    rest = max(_LEAST_REST, triton.next_power_of_2(dim - half))
     rotated = outline.rotate and recipe.rotation == "hadamard"
     return 0 if outline.transposed or rotated or rest >= half else rest
 

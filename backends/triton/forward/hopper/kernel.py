@@ -120,11 +120,11 @@ def _load(
             for chunk in gl.static_range(chunks):
                 at = [k_row + step * block_n, k_column + chunk * width]
                 tma.async_copy_global_to_shared(given.k, at, full, given.keys.index(slot * chunks + chunk))
-            if casting:  # beneath the copies
+            if casting:  # while the copies are under way
                 next_unit, most = unit_of(most, of_values)
                 set_numbers(given, slot, of_keys, next_unit, unit / next_unit)
                 unit = next_unit
-            # This arrives, and so makes the numbers visible; a copy may end before.
+            # ``expect`` arrives, which makes the numbers visible; the copies may even have ended before it.
             mbarrier.expect(full, chunks * given.k.block_type.nbytes)
             mbarrier.wait(given.v_emptied.index(slot), phase)
             full = given.v_filled.index(slot)
@@ -132,10 +132,10 @@ def _load(
             for chunk in gl.static_range(chunks_v):
                 at = [v_row + chunk * height, v_column + step * block_n]
                 tma.async_copy_global_to_shared(given.v, at, full, given.value_blocks.index(slot * chunks_v + chunk))
-            if casting:  # asked for before the next block's waits
-                beyond = gl.minimum(step + 1, span.blocks - 1) * apart
-                of_keys = gl.load(k_factor + beyond, mask=some, other=1.0)
-                of_values = gl.load(v_factor + beyond, mask=some, other=1.0)
+            if casting:  # the next block's, asked for before the waits
+                ahead = gl.minimum(step + 1, span.blocks - 1) * apart
+                of_keys = gl.load(k_factor + ahead, mask=some, other=1.0)
+                of_values = gl.load(v_factor + ahead, mask=some, other=1.0)
             slot, phase = after(slot, phase, stages)
         place = following(place, tiles)
     publish_tile(given.board, tile_slot, tile_phase, 0, Tile(0, 0, 0, 0, 0, 0, 0, 0))

@@ -97,7 +97,7 @@ def unit_of(most, descale):
 def set_numbers(given, slot, of_keys, unit, change):
     """Writes the numbers of a block of keys to shared memory, for one warp.
 
-    Nothing but threads reads them, and a barrier at which the warp arrives next makes them visible: no fence is needed.
+    Only threads read them, and the warp's next arrival at a barrier makes them visible, so no fence is needed.
     """
     _set_number(given.of_keys.index(slot), of_keys)
     _set_number(given.units.index(slot), unit)
