@@ -98,7 +98,7 @@ def _for_keys_plain(
 def run_all(given: Prepared, sums: Tensor | Piece, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """dQ (B, H, Sq, D), dK (B, Hkv, Skv, D) and dV (B, Hkv, Skv, Dv) by the fused kernel.
 
-    ``sums`` are zeros in bf16; they become dQ if that is bf16, of no padded head dimension and not rotated.
+    ``sums`` are zeros in bf16; they become dQ if that is bf16 and of no padded head dimension.
     dQ differs from run to run: programs add to it in no order, and every sum is rounded to bf16.
     """
     layout, device = given.layout, sums.device
@@ -111,7 +111,7 @@ def run_all(given: Prepared, sums: Tensor | Piece, dtype: torch.dtype) -> tuple[
         assert isinstance(sums, Tensor), "what is returned has memory of its own"
         return sums, dk, dv
     dq_out = _for_queries(layout, dtype, device)
-    memory = sums, given.turn, dq_out, given.tiles("q", ROWS)
+    memory = sums, dq_out, given.tiles("q", ROWS)
     _finishing(layout, dtype).on(device, memory)
     return dq_out, dk, dv
 
@@ -120,7 +120,7 @@ def run_all(given: Prepared, sums: Tensor | Piece, dtype: torch.dtype) -> tuple[
 def _finishing(layout: Layout, dtype: torch.dtype) -> Launch:
     spec, extent = layout.spec, layout.extent
     constants = (
-        spec.heads, extent.seqlen_q, layout.padded_q, spec.head_dim, ROWS, layout.head_dim, layout.rest, layout.rotated,
+        spec.heads, extent.seqlen_q, layout.padded_q, spec.head_dim, ROWS, layout.head_dim, layout.rest,
     )  # fmt: skip
     grid = extent.tiles("q", ROWS), extent.entries * spec.heads, 1
     return _FINISH(grid, constants, (dtype, extent.sequences is None), num_warps=4)

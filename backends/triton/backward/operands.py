@@ -125,7 +125,7 @@ class Layout:
         whole = self.pitch == spec.head_dim and (
             spec.group == 1 and not self.rest if unequal else self.padded_q == spec.seqlen_q
         )
-        self.summed_in_place = whole and not rotated and gradient_dtype(spec) == torch.bfloat16
+        self.summed_in_place = whole and gradient_dtype(spec) == torch.bfloat16
         self.sums = self.gradients[0] if self.summed_in_place else self.q
         # What turns an unscaled score into the exponent of 2: of exp(s), or of exp(2x) in the softcap's tanh(x).
         self.exponent = LOG2E * (2.0 * spec.scale / spec.softcap if spec.softcap else spec.scale)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..arithmetic import store_turned
 from ..tile_rows import ROW
 
 __all__ = ["ROWS", "finish_query_gradients"]
@@ -16,7 +15,6 @@ ROWS = 64  # queries of a program
 @triton.jit
 def finish_query_gradients(
     sums,
-    turn,
     dq_out,
     tiles,
     heads,
@@ -26,16 +24,13 @@ def finish_query_gradients(
     block_m: tl.constexpr,
     head_dim: tl.constexpr,
     rest: tl.constexpr,
-    rotated: tl.constexpr,
 ):
     """dQ (B, H, Sq, D), contiguous, of a block of queries of one head; ``sums`` (B·H, padded Sq, padded D) bf16.
 
-    The rotation is undone, the padding left out, and the dtype is dQ's.  ``rest``: columns behind ``head_dim``, if the
-    two are not one power of two; then there is no rotation.  ``tiles``: the table of sequences that have
-    lengths of their own, whose sums are in slots, or None.
+    The padding is left out, and the dtype is dQ's.  ``rest``: columns behind ``head_dim``, if the two are not one power
+    of two.  ``tiles``: the table of sequences that have lengths of their own, whose sums are in slots, or None.
     """
     head = tl.program_id(1)
-    column = tl.arange(0, head_dim)[None, :]
     if tiles is None:
         query = tl.program_id(0) * block_m + tl.arange(0, block_m)
         row = head.to(tl.int64) * padded_q + query
@@ -49,10 +44,11 @@ def finish_query_gradients(
         first = (tl.load(tiles).to(tl.int64) * heads + head) * seqlen_q + tl.load(tiles + 2)
         seqlen_q = tl.load(tiles + 3)
     pitch: tl.constexpr = head_dim + rest
-    inside = query < seqlen_q
+    inside = (query < seqlen_q)[:, None]
     sums += row[:, None] * pitch
-    dq = tl.load(sums + column).to(tl.float32)
-    store_turned(dq_out, dq, 1.0, turn, first + query, inside, size, block_m, head_dim, 0, pitch, rotated)
+    dq_out += (first + query)[:, None] * size
+    column = tl.arange(0, head_dim)[None, :]
+    tl.store(dq_out + column, tl.load(sums + column).to(dq_out.dtype.element_ty), mask=inside & (column < size))
     if rest:
-        dq = tl.load(sums + head_dim + tl.arange(0, rest)[None, :]).to(tl.float32)
-        store_turned(dq_out, dq, 1.0, turn, first + query, inside, size, block_m, rest, head_dim, pitch, False)
+        column = head_dim + tl.arange(0, rest)[None, :]
+        tl.store(dq_out + column, tl.load(sums + column).to(dq_out.dtype.element_ty), mask=inside & (column < size))

@@ -6,8 +6,8 @@ adds what its 128 keys give to a sum in global memory, in no order.  The additio
 in which the kernel waits for the L2, and a rounding at each, which is why dQ differs from run to run.
 
 As little as can be stands before and behind it in memory.  dO is read as it came where TMA can, unless P is scaled up
-by its descale (``Layout.scaled_up``); a warpgroup widens the keys that it has, for dQ, in shared memory; and dS bears
-every factor of dQ, so that its sum is dQ itself.
+by its descale (``Layout.scaled_up``); a warpgroup widens the keys that it has, for dQ, in shared memory, and undoes
+their rotation there; and dS bears every factor of dQ, so that its sum is dQ itself.
 
 dS reaches the tensor cores through shared memory, for dQ transposed and from both warpgroups: of dQ each warpgroup
 makes half of the columns, or half of the rows where a block has 128 queries.  A block's dQ waits until the next block's
@@ -41,8 +41,8 @@ __all__ = ["all_gradients_hopper", "all_gradients_in_pieces_hopper"]
 _Given = namedtuple(
     "_Given",
     "dq_sums dk_out dv_out row_values factors k_descale q do k v q_wide do_wide rows turn "
-    "keys value_blocks wide_keys queries grads wide_queries wide_grads bases deltas score_grads staged turning "
-    "held narrow wide wide_free grads_made grads_free turn_filled "
+    "keys value_blocks wide_keys queries grads wide_queries wide_grads bases deltas score_grads staged "
+    "turning_keys turning held narrow wide wide_free grads_made grads_free turn_filled "
     "k_batch k_head kv_heads seqlen_q seqlen_kv padded_q padded_kv plane size size_v exponent before after",
 )
 
@@ -132,7 +132,7 @@ def all_gradients_hopper(
     """dK (B, Hkv · shares, Skv, D) and dV of 128 keys and a share of the query heads, and their part of dQ.
 
     The ``group`` query heads of a key head are divided into ``shares``; ``shares.summed`` adds up their dK and dV.
-    ``dq_sums`` in bf16 is added to: dQ, rotated if Q was, (B·H, padded Sq, padded D) or as it is returned.  ``factors``
+    ``dq_sums`` in bf16 is added to: dQ (B·H, padded Sq, padded D) or as it is returned.  ``factors``
     turn dO·v of the e4m3 numbers into the units of delta, in which dQ is dS · K of the e4m3 numbers; where P is
     ``scaled_up`` by dO's descale, a head has one of them.  ``ragged``: the last program's keys are fewer.  ``tiles``:
     the table of sequences that have lengths of their own, or None.  With it all that is laid out has slots; but K and V
@@ -157,15 +157,16 @@ def all_gradients_hopper(
     # Of a warpgroup's dQ: as many as are under way, or more, so that its dK or dV fits there in the end.
     blocks: gl.constexpr = max(STAGED, ROWS * max(head_dim, head_dim_v) // (dq_sums.block_type.shape[0] * part))
     staged = slots(dq_sums, CONSUMERS * blocks, dq_sums.block_type.shape[0])
-    turning = wide_queries
+    turning_keys, turning = staged, wide_queries
     if rotated:
+        turning_keys = staged._reinterpret(turn.dtype, [head_dim, head_dim], turn.layout)
         turning = wide_queries._reinterpret(turn.dtype, [head_dim, head_dim], turn.layout)
     held, narrow, wide, wide_free, grads_made, grads_free, turn_filled = _barriers(rotated)
     given = _Given(
         (dq_sums,), dk_out, dv_out, row_values, factors, k_descale,
         (q,), (do,), (k,), (v,), (q_wide,), (do_wide,), rows, turn,
         (keys,), (value_blocks,), (wide_keys,), (queries,), (grads,), (wide_queries,), (wide_grads,), bases, deltas,
-        score_grads, (staged,), turning,
+        score_grads, (staged,), turning_keys, turning,
         held, narrow, wide, wide_free, grads_made, grads_free, turn_filled,
         k_batch, k_head, kv_heads, seqlen_q, seqlen_kv, padded_q, padded_kv, plane, size, size_v, exponent,
         before, after,
@@ -229,7 +230,7 @@ def all_gradients_in_pieces_hopper(
         (dq_sums, more_dq_sums), dk_out, dv_out, row_values, factors, k_descale,
         (q, more_q), of_do, (k, more_k), of_v, (q_wide, more_q_wide), (do_wide, more_do_wide), rows, rows,
         keys, value_blocks, wide_keys, queries, grads, wide_queries, wide_grads, bases, deltas,
-        score_grads, staged, bases,
+        score_grads, staged, bases, bases,
         held, narrow, wide, wide_free, grads_made, grads_free, turn_filled,
         k_batch, k_head, kv_heads, seqlen_q, seqlen_kv, padded_q, padded_kv, plane, size, size_v, exponent,
         before, after,

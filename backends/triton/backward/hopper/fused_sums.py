@@ -23,7 +23,7 @@ from .fused_pieces import (
     sums_of_keys,
     widen_all,
 )
-from .fused_tiles import clear_behind, first_rows, store_whole, times
+from .fused_tiles import clear_behind, first_rows, store_whole, times, turn_back
 from .sequences import asked_for, seen_by, sequence, where
 from .shared import CONSUMERS, ROWS, block_and_head, span_of_queries, turned, visible_part
 
@@ -56,7 +56,10 @@ def load(
         seqlen_q = gl.maximum(seqlen_q, 1)
         key_row += (batch * given.kv_heads * given.padded_kv + k_start) if keys_in_place else k_slot
     key_row += first_key
-    mbarrier.expect(given.held, CONSUMERS * (of_keys + of_values))
+    of_turn: gl.constexpr = given.turn.block_type.nbytes if rotated else 0
+    mbarrier.expect(given.held, CONSUMERS * (of_keys + of_values) + of_turn)
+    if rotated:  # over dQ's blocks, while none is staged
+        tma.async_copy_global_to_shared(given.turn, [0, 0], given.held, given.turning_keys)
     for i in gl.static_range(CONSUMERS):
         bring(given.k, key_row + i * ROWS, given.held, given.keys, i)
         bring(given.v, key_row + i * ROWS, given.held, given.value_blocks, i)
@@ -87,7 +90,7 @@ def load(
     if rotated:  # over the queries, when nothing reads them any more
         for more in gl.static_range(2):
             mbarrier.wait(given.wide_free.index((turns + more) & 1), ((turns + more) >> 1) & 1 ^ 1)
-        mbarrier.expect(given.turn_filled, given.turn.block_type.nbytes)
+        mbarrier.expect(given.turn_filled, of_turn)
         tma.async_copy_global_to_shared(given.turn, [0, 0], given.turn_filled, given.turning)
 
 
@@ -158,11 +161,14 @@ def sum_up(
             clear_behind(given.keys[0].index(which), own_keys)
             clear_behind(given.value_blocks[0].index(which), own_keys)
             fence_async_shared()
+    if rotated:
+        turn_back(given.keys[0].index(which), given.wide_keys[0], given.turning_keys, which)
     mbarrier.wait(given.narrow.index(0), 0)
     s = scores(given.keys, given.queries, 0, which, block_m, s_layout)
     if not with_values:
         v = in_registers(given.value_blocks, which, s_layout)
-    widen_all(given.keys, given.wide_keys, which)  # the other warpgroup's keys are there when its first dS is
+    if not rotated:
+        widen_all(given.keys, given.wide_keys, which)  # the other warpgroup's keys are there when its first dS is
     fence_async_shared()
     s = warpgroup_mma_wait(0, [s])
     mbarrier.wait(given.wide.index(0), 0)
@@ -205,7 +211,8 @@ def sum_up(
         if each > 1:
             start = row - of_head
         if left or right or ragged:  # noqa: SIM102 (where no block has an edge, there is no branch)
-            if (start < whole) | (start >= parted):
+            # Without a window nothing ends at ``parted``, and no register holds it.
+            if ((start < whole) | (start >= parted)) if left else (start < whole):
                 p = visible_part(p, start, since, upto, right or ragged, left)
         mbarrier.wait(given.wide.index(slot), phase)
         p16 = p.to(gl.bfloat16)

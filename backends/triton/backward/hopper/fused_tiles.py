@@ -8,9 +8,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from .shared import CONSUMERS, ROWS, store
+from .shared import CONSUMERS, ROWS, store, turned
 
-__all__ = ["STAGED", "add_queries", "clear_behind", "first_rows", "store_whole", "times", "widen"]
+__all__ = ["STAGED", "add_queries", "clear_behind", "first_rows", "store_whole", "times", "turn_back", "widen"]
 
 STAGED = gl.constexpr(2)  # blocks of a warpgroup's dQ under way, a power of two
 
@@ -35,6 +35,18 @@ def widen(keys, wide_keys, which: gl.constexpr):
     for i in gl.static_range(parts):
         tile = keys.slice(i * part, part, 1).load(layout).to(gl.bfloat16)
         wide_keys.index(i).slice(which * ROWS, ROWS, 0).store(tile)
+
+
+@gluon.jit
+def turn_back(keys, wide_keys, turn, which: gl.constexpr):
+    """As ``widen``, of rotated keys, with the rotation undone but for its factor; rounded to bf16."""
+    parts: gl.constexpr = wide_keys.shape[0]
+    part: gl.constexpr = wide_keys.shape[2]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, part, 16])
+    rows = keys.load(layout).to(gl.bfloat16)
+    for i in gl.static_range(parts):
+        tile = turned(rows, turn.slice(i * part, part, 1), part, layout)
+        wide_keys.index(i).slice(which * ROWS, ROWS, 0).store(tile.to(gl.bfloat16))
 
 
 @builtin

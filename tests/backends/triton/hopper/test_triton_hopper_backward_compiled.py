@@ -137,6 +137,7 @@ OTHERS = (
     _kernel("keys", 128, Ring(64, 4), True, right=True, rotated=True),
     _kernel("queries", 128, Ring(64, 6), True, rotated=True),
     _kernel("all", 128, Ring(64, 2)),
+    _kernel("all", 128, Ring(64, 2), rotated=True),
     _kernel("all", 128, Ring(64, 2), left=True, right=True, ragged=True, group=4),
 )
 _FULLER: dict[str, object] = {"left": True, "ragged": True, "group": 4, "shares": 2}
@@ -165,19 +166,20 @@ def test_the_matrix_products_stay_asynchronous_and_nothing_spills(
     made = assembly_of(SOURCES, kernels, tmp_path)
     for found, (kind, head_dim, block, narrow, _, constants) in zip(made, kernels, strict=True):
         assert isinstance(constants, dict)
-        # In e4m3 and under a window, a mask's bounds and what waits for the end may lie in memory with D = 128.
+        # In e4m3 and under a window, a mask's bounds and what waits for the end may lie in memory with D = 128.  One
+        # register of the fused kernel there took 4 % of a causal backward on an H200.
         spilled = [int(x) for x in re.findall(r"(\d+) bytes spill stores", found["stderr"])]
-        more = (24 if constants["left"] else 8) if kind == "all" else (96 if constants["right"] else 8) if narrow else 0
+        more = (24 if constants["left"] else 0) if kind == "all" else (96 if constants["right"] else 8) if narrow else 0
         assert max(spilled) <= (more if head_dim == 128 else 0)
         grouped = constants.get("group", 1) > constants.get("shares", 1)  # query heads, one after the other
         _check_rings(found["ttgir"], 2 if kind == "keys" and narrow else 2 + grouped if kind == "all" else 3)
         # S of the first block, dP and S in the loop, 32 of the head dimension at a time; the sums, 16 or (in e4m3) 32
         # tokens and 64 columns at a time, in the loop, and the last block's dK or dQ behind it, unless dK waits for
-        # nothing; where all is in one, dQ of 128 keys in the loop and behind it; the rotation.  For each of two
-        # warpgroups.
+        # nothing; where all is in one, dQ of 128 keys in the loop and behind it; the rotation, which is undone in K too
+        # where all is in one, there by parts of the columns.  For each of two warpgroups.
         tokens = block // 32 * (head_dim // 64) if narrow else block // 16
         sums = 3 if kind != "queries" and not narrow else 2
-        turns = head_dim // 16 if constants["rotated"] else 0
+        turns = head_dim // 16 * (1 + 128 // block if kind == "all" else 1) if constants["rotated"] else 0
         assert len(re.findall("QGMMA", found["code"])) == 2 * (3 * head_dim // 32 + (sums * tokens if narrow else 0))
         both = 2 * 128 // 16 if kind == "all" else 0
         assert len(re.findall("HGMMA", found["code"])) == 2 * (turns + both + (0 if narrow else sums * tokens))
