@@ -37,24 +37,28 @@ class Tiles(NamedTuple):
     warps: int
     first_rows: int = 128
     first_warps: int = 8
+    registers: int | None = None  # of a thread that casts
 
 
 # By the head dimension up to which they serve.  Those for 64 and 128 were the fastest on an H200 of those in
 # tests/gpu/tune/tune_quantise.py, within 1 %: a first pass over 256 tokens wins less.  Those for 256 were not measured:
 # a thread has about as many elements as at 128.
-# With half as many warps as at 128, Q, K and V of 72, 80 and 96 columns take 0.97, 0.94 and 0.95 of the time.
+# With half as many warps as at 128, Q, K and V of 72, 80 and 96 columns take 0.97, 0.94 and 0.95 of the time, and with
+# those for 192 in place of those for 256 160 and 192 columns 0.74 and 0.90, MLA 0.98.
 _SHARED = {
     64: Tiles(64, 64, 4, 64, 4),
     96: Tiles(64, 64, 4, 128, 8),
     128: Tiles(64, 64, 8, 128, 8),
+    192: Tiles(64, 64, 4, 64, 8),
     256: Tiles(32, 64, 8, 64, 8),
 }
 # Where Q and K are rotated, every program reads the rotation's matrix: longer tiles read it less often.  Q, K and V of
 # 16,384 tokens of width 2048 took 0.154, 0.169 and 0.237 ms on an H200, with the tiles above 0.159, 0.249 and 0.304.
 # Of 192 and 128 (MLA), 8,192 tokens and 16 heads, on an H100 0.229 ms, with the tiles for 256 0.249.
+# With 168 registers instead of 239 a multiprocessor has room for three programs: at 128 the cast took 115 us for 130.
 _ROTATED = {
     64: Tiles(128, 64, 4, 128, 8),
-    128: Tiles(128, 64, 4, 128, 8),
+    128: Tiles(128, 64, 4, 128, 8, 168),
     192: Tiles(128, 64, 8, 128, 8),
     256: Tiles(128, 32, 8, 128, 8),
 }
@@ -64,13 +68,15 @@ TILES: dict[Granularity, dict[int, Tiles]] = {
     "block": {64: Tiles(BLOCK, BLOCK, 4), 128: Tiles(BLOCK, BLOCK, 4), 256: Tiles(BLOCK, BLOCK, 8)},
     "token": {64: Tiles(128, 64, 4), 128: Tiles(64, 64, 4), 256: Tiles(32, 32, 4)},
 }
-# Options for blocks of 16 bits that are not rotated, of BLOCK tokens and of more, by head dimension.  On an H200 K and
-# V of 16,384 tokens of width 2048 take 0.059 ms for the longer blocks at 128 and 0.065 for BLOCK at 256; with twice as
-# many warps 0.075 and 0.075.  One tensor after the other they took 0.068 and 0.067, and with half as many warps 0.086.
-# With 64 registers a thread a multiprocessor has room for two programs of 16 warps: 0.098 ms for 0.128 at 96.
+# Options for blocks of 16 bits that are not rotated, of BLOCK tokens and of more, by columns of a tile.  On an H200 K
+# and V of 16,384 tokens of width 2048 take 0.059 ms for the longer blocks at 128 and 0.065 for BLOCK at 256, with twice
+# as many warps 0.075 and 0.075; one tensor after the other they took 0.068 and 0.067, with half as many warps 0.086.
+# With 64 registers a thread a multiprocessor has room for two programs of 16 warps, with 128 for two of 8: 0.098 ms for
+# 0.128 at 96, and 0.081 for 0.101 for MLA.
 _BLOCK_OPTIONS = {
     64: ({"num_warps": 4}, {"num_warps": 8}),
     128: ({"num_warps": 4}, {"num_warps": 16, "maxnreg": 64}),
+    192: ({"num_warps": 4}, {"num_warps": 8, "maxnreg": 128}),
     256: ({"num_warps": 4}, {"num_warps": 8}),
 }
 _LEAST_REST = 32  # columns: fewer would leave threads without work
@@ -209,7 +215,7 @@ def layout_of(
     in_turns = len({size.programs for size in second}) == 1
     rests = tuple(_rest(each, recipe) for each in outlines)
     arguments = rests, granularity, LARGEST[recipe.format], tiles.rows, tiles.rows_flipped, orders, in_turns
-    options = _block_options(outlines, recipe, block, tiles) if granularity == "block" else {"num_warps": tiles.warps}
+    options = _options(outlines, rests, recipe, block, tiles)
     launches: tuple[Launch, ...] = (Launch(cast, grid, (sizes, dims, *arguments), options),)
     if granularity in ("tensor", "head"):
         sizes, grid = _numbered(first)
@@ -285,10 +291,17 @@ def _places(
     return Places(rows, transposed, descale, magnitudes, turn, factor, fixed, begins, rest, stored)
 
 
-def _block_options(outlines: Sequence[Outline], recipe: Recipe, block: int, tiles: Tiles) -> dict[str, int]:
-    """How a program that has a block of so many tokens is compiled."""
-    widest = max(outline.shape[3] for outline in outlines)
-    if recipe.rotation != "none" or widest > max(_BLOCK_OPTIONS) or any(each.dtype.itemsize > 2 for each in outlines):
+def _options(
+    outlines: Sequence[Outline], rests: Sequence[int], recipe: Recipe, block: int, tiles: Tiles
+) -> dict[str, int]:
+    """How the cast is compiled; ``block``: tokens of a program whose scale is its own, ``rests``: as ``_rest`` says."""
+    narrow = all(each.dtype.itemsize <= 2 for each in outlines)
+    if recipe.granularity != "block":
+        limit = {"maxnreg": tiles.registers} if tiles.registers is not None and narrow else {}
+        return {"num_warps": tiles.warps, **limit}
+    wholes = (triton.next_power_of_2(each.shape[3]) for each in outlines)
+    widest = max(whole // 2 + rest if rest else whole for whole, rest in zip(wholes, rests, strict=True))
+    if recipe.rotation != "none" or widest > max(_BLOCK_OPTIONS) or not narrow:
         return {"num_warps": max(1, tiles.warps * block // BLOCK)}
     return next(options for most, options in _BLOCK_OPTIONS.items() if widest <= most)[block > BLOCK]
 
