@@ -191,3 +191,57 @@ def test_a_kernels_hash_does_not_depend_on_earlier_runs(tmp_path: Path) -> None:
     forwards, backwards = (json_output_of(HASH, step, folder=tmp_path) for step in ("1", "-1"))
     assert len(forwards) > 10
     assert forwards == backwards
+
+
+# Registers, bytes in memory and threads of the passes over memory in steps by (recipe, head dimensions).
+PASSES = """
+import json, re, subprocess, sys
+from pathlib import Path
+import torch, triton
+from compiled_for_hopper import compiling
+from attnbench import AttentionSpec, Mask
+from attnbench.backends.triton import TritonForward, TritonOnePass
+from attnbench.backends.triton.backward import launch as backward
+from attnbench.backends.triton.backward.tiles import tiles_of
+from attnbench.backends.triton.forward.hopper import launch as hopper
+from attnbench.backends.triton.forward.tiles import tile_of
+from attnbench.kernels.contract import Inputs
+
+hopper._multiprocessors = lambda device: 132
+folder, ptxas = sys.argv[1], str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas")
+found = []
+for recipe, size, size_v in json.load(sys.stdin):
+    spec = AttentionSpec.make(batch=2, heads=16, seqlen_q=8192, head_dim=size, head_dim_v=size_v, direction="training",
+                              mask=Mask(right=0))
+    q, k, v, grad = (torch.empty(2, 8192, 16, each, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+                     for each in (size, size, size_v, size_v))
+    both = recipe != "onepass"
+    forward = TritonForward(recipe, tile_of(spec, (9, 0), per_key=False)) if both else TritonOnePass()
+    with compiling() as made:
+        operands = forward.prepare(Inputs(q, k, v, None), spec)
+        if both:
+            result = forward.run(operands)
+            backward.launch(spec, operands.q, operands.k, operands.v, result.out, result.lse, grad,
+                            lambda spec, size, device: tiles_of(spec, size, (9, 0), False), False, None)
+    for each in made:
+        if each.name in ("cast", "largest_magnitudes", "_lay_out", "_lay_out_gradient"):
+            ptx = each.asm["ptx"]
+            Path(f"{folder}/k.ptx").write_text(ptx)
+            command = [ptxas, "-v", "--gpu-name=sm_90a", f"{folder}/k.ptx", "-o", f"{folder}/k.cubin"]
+            said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+            registers, spilled = re.search("Used ([0-9]+) reg", said)[1], re.search("([0-9]+) bytes spill s", said)[1]
+            threads = re.search("[.](?:reqntid|maxntid) ([0-9]+)", ptx)[1]
+            found.append((recipe, size, each.name, int(registers), int(spilled), int(threads)))
+print(json.dumps(found))
+"""
+STEPS = ("fp8", 64, 64), ("fp8", 96, 96), ("fp8", 128, 128), ("fp8-head", 128, 128), ("fp8-head", 192, 128)
+
+
+@pytest.mark.exhaustive
+def test_two_programs_of_a_pass_over_memory_fit_a_multiprocessor(tmp_path: Path) -> None:
+    """One that stands alone waits for memory with nobody beside it: a fifth longer on an H200."""
+    found = json_output_of(PASSES, str(tmp_path), folder=tmp_path, stdin=[*STEPS, ("onepass", 192, 128)])
+    assert {name for _, _, name, *_ in found} == {"cast", "largest_magnitudes", "_lay_out", "_lay_out_gradient"}
+    for *kernel, registers, spilled, threads in found:
+        assert 65536 // (-(-registers // 8) * 8 * threads) >= 2, kernel
+        assert spilled <= 64, kernel
