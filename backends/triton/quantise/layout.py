@@ -43,8 +43,8 @@ class Tiles(NamedTuple):
 # By the head dimension up to which they serve.  Those for 64 and 128 were the fastest on an H200 of those in
 # tests/gpu/tune/tune_quantise.py, within 1 %: a first pass over 256 tokens wins less.  Those for 256 were not measured:
 # a thread has about as many elements as at 128.
-# With half as many warps as at 128, Q, K and V of 72, 80 and 96 columns take 0.97, 0.94 and 0.95 of the time, and with
-# those for 192 in place of those for 256 160 and 192 columns 0.74 and 0.90, MLA 0.98.
+# With half as many warps as at 128, Q, K and V of 72, 80 and 96 columns take 0.97, 0.94 and 0.95 of the time.  With the
+# tiles for 192, heads of 160, of 192 and MLA's take 0.74, 0.90 and 0.98 of the time that they take with those for 256.
 _SHARED = {
     64: Tiles(64, 64, 4, 64, 4),
     96: Tiles(64, 64, 4, 128, 8),
@@ -294,14 +294,14 @@ def _places(
 def _options(
     outlines: Sequence[Outline], rests: Sequence[int], recipe: Recipe, block: int, tiles: Tiles
 ) -> dict[str, int]:
-    """How the cast is compiled; ``block``: tokens of a program whose scale is its own, ``rests``: as ``_rest`` says."""
-    narrow = all(each.dtype.itemsize <= 2 for each in outlines)
+    """How the cast is compiled.  ``rests``: of each tensor, as ``_rest`` says; ``block``: tokens that share a scale."""
+    of_16_bits = all(each.dtype.itemsize <= 2 for each in outlines)
     if recipe.granularity != "block":
-        limit = {"maxnreg": tiles.registers} if tiles.registers is not None and narrow else {}
+        limit = {"maxnreg": tiles.registers} if tiles.registers is not None and of_16_bits else {}
         return {"num_warps": tiles.warps, **limit}
     wholes = (triton.next_power_of_2(each.shape[3]) for each in outlines)
     widest = max(whole // 2 + rest if rest else whole for whole, rest in zip(wholes, rests, strict=True))
-    if recipe.rotation != "none" or widest > max(_BLOCK_OPTIONS) or not narrow:
+    if recipe.rotation != "none" or widest > max(_BLOCK_OPTIONS) or not of_16_bits:
         return {"num_warps": max(1, tiles.warps * block // BLOCK)}
     return next(options for most, options in _BLOCK_OPTIONS.items() if widest <= most)[block > BLOCK]
 

@@ -132,13 +132,13 @@ def all_gradients_hopper(
     """dK (B, Hkv · shares, Skv, D) and dV of 128 keys and a share of the query heads, and their part of dQ.
 
     The ``group`` query heads of a key head are divided into ``shares``; ``shares.summed`` adds up their dK and dV.
-    ``dq_sums`` in bf16 is added to: dQ (B·H, padded Sq, padded D) or as it is returned.  ``factors``
-    turn dO·v of the e4m3 numbers into the units of delta, in which dQ is dS · K of the e4m3 numbers; where P is
-    ``scaled_up`` by dO's descale, a head has one of them.  ``ragged``: the last program's keys are fewer.  ``tiles``:
-    the table of sequences that have lengths of their own, or None.  With it all that is laid out has slots; but K and V
-    are read where they lie if ``keys_in_place``, and dQ is added up where it is returned if ``dq_in_place``, which
-    takes as many key heads as heads.  ``aligned`` says that a sequence's ``after`` is larger, and ``before`` smaller,
-    by its keys less its queries.
+    ``dq_sums`` in bf16 is added to: dQ (B·H, padded Sq, padded D) or as it is returned.  ``factors`` turn dO·v of the
+    e4m3 numbers into the units of delta, in which dQ is dS · K of the e4m3 numbers; where P is ``scaled_up`` by dO's
+    descale, a head has one of them.  ``ragged``: the last program's keys are fewer.  ``tiles``: the table of sequences
+    that have lengths of their own, or None.  With it all that is laid out has slots; but K and V are read where they
+    lie if ``keys_in_place``, and dQ is added up where it is returned if ``dq_in_place``, which takes as many key heads
+    as heads.  ``aligned`` says that a sequence's ``after`` is larger, and ``before`` smaller, by its keys less its
+    queries.
     """
     if tiles is not None:  # noqa: SIM102 (where all lengths are alike there is no branch)
         if block_and_head()[0] >= gl.load(tiles):
@@ -157,6 +157,7 @@ def all_gradients_hopper(
     # Of a warpgroup's dQ: as many as are under way, or more, so that its dK or dV fits there in the end.
     blocks: gl.constexpr = max(STAGED, ROWS * max(head_dim, head_dim_v) // (dq_sums.block_type.shape[0] * part))
     staged = slots(dq_sums, CONSUMERS * blocks, dq_sums.block_type.shape[0])
+    # Where the rotation's matrix lies: in the beginning for K, in the end for dK.
     turning_keys, turning = staged, wide_queries
     if rotated:
         turning_keys = staged._reinterpret(turn.dtype, [head_dim, head_dim], turn.layout)

@@ -161,14 +161,15 @@ def sum_up(
             clear_behind(given.keys[0].index(which), own_keys)
             clear_behind(given.value_blocks[0].index(which), own_keys)
             fence_async_shared()
-    if rotated:
+    # The other warpgroup's wide keys are there when its first dS is.
+    if rotated:  # while the queries come
         turn_back(given.keys[0].index(which), given.wide_keys[0], given.turning_keys, which)
     mbarrier.wait(given.narrow.index(0), 0)
     s = scores(given.keys, given.queries, 0, which, block_m, s_layout)
     if not with_values:
         v = in_registers(given.value_blocks, which, s_layout)
     if not rotated:
-        widen_all(given.keys, given.wide_keys, which)  # the other warpgroup's keys are there when its first dS is
+        widen_all(given.keys, given.wide_keys, which)
     fence_async_shared()
     s = warpgroup_mma_wait(0, [s])
     mbarrier.wait(given.wide.index(0), 0)
